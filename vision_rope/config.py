@@ -1,0 +1,229 @@
+"""What a run is made of: dataclasses, read from YAML files and command-line flags.
+
+Sections up to `evaluation` change results; `run` changes only where and how fast they are computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Size = int | tuple[int, int]
+
+
+@dataclass
+class ModelConfig:
+    """A timm backbone and the position encoding it gets.
+
+    Attributes:
+        name: a timm model name, for instance vit_small_patch16_224.
+        position: a preset of `vision_rope.presets()` or an encoding such as learned, sinusoidal, none.
+        position_options: keyword arguments of that preset, for instance {base: 100.0}.
+        keep_absolute: keep the backbone's own absolute embedding beside the position encoding.
+        options: keyword arguments for timm.create_model, for instance {embed_dim: 128, depth: 6}.
+        pretrained: start from timm's weights of that name.
+        checkpoint: start from the weights in this .safetensors file.
+    """
+
+    name: str = "vit_small_patch16_224"
+    position: str = "rope-vit-axial"
+    position_options: dict[str, Any] = field(default_factory=dict)
+    keep_absolute: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    pretrained: bool = False
+    checkpoint: str | None = None
+
+
+@dataclass
+class DataConfig:
+    """Where the images come from.
+
+    Attributes:
+        source: elpv, folder:PATH, or a timm dataset name (torch/cifar10, hfds/NAME, wds/NAME).
+        root: the folder that timm dataset names are looked up in.
+        train_split: name of the training split.
+        val_split: name of the validation split.
+        val_fraction: part held out for validation, a class at a time, where the source has no split of its own.
+        split_seed: seed of that hold-out; independent of the run's seed, so that runs compare on the same images.
+        download: let timm and torchvision download the data set.
+        size: training image size in pixels: one number or height and width.
+        interpolation: how images are resized.
+        mean: per-channel mean of pixels in [0, 1].
+        std: per-channel standard deviation of pixels in [0, 1].
+    """
+
+    source: str = "elpv"
+    root: str | None = None
+    train_split: str = "train"
+    val_split: str = "validation"
+    val_fraction: float = 0.25
+    split_seed: int = 0
+    download: bool = False
+    size: Size = 128
+    interpolation: Literal["bilinear", "bicubic"] = "bicubic"
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+
+
+@dataclass
+class AugmentConfig:
+    """Augmentation of training images.
+
+    Attributes:
+        crop: random-resized (area and aspect drawn), simple (resize the short side, pad 4 pixels, random crop; DeiT-III)
+            or resize (the whole image, no crop).
+        scale: range of the area kept by random-resized.
+        ratio: range of the aspect ratio drawn by random-resized.
+        hflip: probability of a left-right flip.
+        vflip: probability of an up-down flip.
+        dihedral: turn and mirror by a random element of the square's symmetry group (square images only).
+        three_augment: one of grayscale, solarization, Gaussian blur for every image (DeiT-III's 3-Augment).
+        color_jitter: strength of brightness, contrast and saturation jitter.
+        erasing: probability of random erasing.
+        mixup: alpha of mixup; 0 switches it off.
+        cutmix: alpha of cutmix; 0 switches it off.
+        mixup_prob: probability that a batch is mixed at all.
+        mixup_switch_prob: probability of cutmix where both are on.
+    """
+
+    crop: Literal["random-resized", "simple", "resize"] = "random-resized"
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (0.75, 4.0 / 3.0)
+    hflip: float = 0.5
+    vflip: float = 0.0
+    dihedral: bool = False
+    three_augment: bool = False
+    color_jitter: float = 0.0
+    erasing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mixup_prob: float = 1.0
+    mixup_switch_prob: float = 0.5
+
+
+@dataclass
+class LossConfig:
+    """What is minimised.
+
+    Attributes:
+        name: cross-entropy, or binary cross-entropy a class (DeiT-III).
+        label_smoothing: share of the target spread over all classes.
+    """
+
+    name: Literal["cross-entropy", "binary-cross-entropy"] = "cross-entropy"
+    label_smoothing: float = 0.0
+
+
+@dataclass
+class OptimizerConfig:
+    """Optimizer, by its name in timm.
+
+    Attributes:
+        name: a name of timm.optim.list_optimizers(): adamw, lamb, lion, muon, sgd, ...
+        lr: learning rate at the end of the warm-up, for the whole batch.
+        weight_decay: weight decay of matrices; biases, norms and learned frequencies have none.
+        options: further arguments of the optimizer, for instance {betas: [0.9, 0.98]}.
+        layer_decay: factor of the learning rate from a layer to the one below; none switches it off.
+        clip_grad: largest norm of the gradient; none switches it off.
+        accumulate: number of batches whose gradients make one update.
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    options: dict[str, Any] = field(default_factory=dict)
+    layer_decay: float | None = None
+    clip_grad: float | None = 1.0
+    accumulate: int = 1
+
+
+@dataclass
+class ScheduleConfig:
+    """Length of the training and the course of the learning rate, by its name in timm; set at every update.
+
+    Attributes:
+        name: cosine, poly, tanh, wsd, constant, ...
+        epochs: number of epochs, warm-up included.
+        warmup_epochs: epochs of linear warm-up.
+        warmup_lr: learning rate of the first update.
+        min_lr: learning rate that the decay ends at.
+        options: further arguments of timm's create_scheduler_v2.
+    """
+
+    name: str = "cosine"
+    epochs: int = 30
+    warmup_epochs: float = 3.0
+    warmup_lr: float = 1e-6
+    min_lr: float = 1e-5
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class EvaluationConfig:
+    """Validation during training and the sweep over sizes after it.
+
+    Attributes:
+        crop_pct: the short side is resized to size / crop_pct before the centre crop; 1.0 keeps all of it.
+        batch_size: images a forward pass; none takes the training batch.
+        every: epochs between validations.
+        sizes: sizes of the sweep after training: 64, 96x160, ...; empty skips the sweep.
+        extend: context-extension methods of the sweep.
+    """
+
+    crop_pct: float = 1.0
+    batch_size: int | None = None
+    every: int = 1
+    sizes: list[str] = field(default_factory=list)
+    extend: list[str] = field(default_factory=lambda: ["none"])
+
+
+@dataclass
+class RunConfig:
+    """Where a run computes and writes; nothing here is meant to change results beyond rounding.
+
+    Attributes:
+        output: the run folder; none makes runs/DATE-TIME.
+        resume: go on with the run in `output` from its last/ folder.
+        overwrite: start anew in an `output` that holds a run already.
+        device: auto, cpu, cuda, cuda:1, mps.
+        precision: auto (bf16 where the device computes it natively and fast, else fp32), fp32 or bf16.
+        compile: compile the model with torch.compile.
+        grad_checkpointing: recompute activations in the backward pass to save memory.
+        num_workers: loader processes a rank.
+        progress: show a progress bar.
+        tensorboard: write TensorBoard events.
+    """
+
+    output: str | None = None
+    resume: bool = False
+    overwrite: bool = False
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    compile: bool = False
+    grad_checkpointing: bool = False
+    num_workers: int = 2
+    progress: bool = True
+    tensorboard: bool = True
+
+
+@dataclass
+class TrainConfig:
+    """A whole run: everything train.py needs.
+
+    Attributes:
+        seed: seed of the initial weights, the order of images and their augmentation.
+        batch_size: images a step, over all processes together.
+        ema_decay: decay of the averaged weights that are evaluated and kept; none switches averaging off.
+    """
+
+    seed: int = 0
+    batch_size: int = 64
+    ema_decay: float | None = None
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    run: RunConfig = field(default_factory=RunConfig)
