@@ -1,0 +1,58 @@
+"""Rotary position embedding for vision transformers.
+
+Names load their modules when they are first used, so that `import vision_rope` and `--help` stay fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vision_rope.attention import attend
+    from vision_rope.convert import add_position, create_model, set_extension
+    from vision_rope.positions import augment_positions, centred_positions, grid_positions, with_prefix
+    from vision_rope.rope import Rope, extend, preset, presets
+    from vision_rope.rotation import Rotation, pairing_permutation, rotate, rotate_qkv
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "positions": ("augment_positions", "centred_positions", "grid_positions", "with_prefix"),
+    "rotation": ("Rotation", "pairing_permutation", "rotate", "rotate_qkv"),
+    "attention": ("attend",),
+    "rope": ("Rope", "extend", "preset", "presets"),
+    "convert": ("add_position", "create_model", "set_extension"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Rope",
+    "Rotation",
+    "add_position",
+    "attend",
+    "augment_positions",
+    "centred_positions",
+    "create_model",
+    "extend",
+    "grid_positions",
+    "pairing_permutation",
+    "preset",
+    "presets",
+    "rotate",
+    "rotate_qkv",
+    "set_extension",
+    "with_prefix",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'vision_rope' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f"vision_rope.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,126 @@
+"""timm model -> the same model with a position encoding. The only room that opens timm's layers; one file a family.
+
+Adding a family: a file with one `convert` function, and one line in FAMILIES.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import timm
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from vision_rope.convert import vision_transformer
+from vision_rope.convert.vision_transformer import PositionedModel
+from vision_rope.encodings import ENCODINGS
+from vision_rope.rope import PRESETS, Rope
+
+FAMILIES: dict[type[nn.Module], Callable[..., PositionedModel]] = {
+    VisionTransformer: vision_transformer.convert,
+    VisionTransformerDistilled: vision_transformer.convert,
+}
+
+
+def create_model(
+    name: str,
+    position: str | Rope = "rope-vit-axial",
+    *,
+    pretrained: bool = False,
+    keep_absolute: bool = False,
+    position_options: dict[str, Any] | None = None,
+    **timm_options: Any,
+) -> PositionedModel:
+    """Create a timm model by its name and give it a position encoding.
+
+    Args:
+        name: a timm model name of a supported family, for instance vit_small_patch16_224.
+        position, keep_absolute: see `add_position`.
+        pretrained: load timm's weights of that name.
+        position_options: options of the encoding, for instance {"base": 100.0}.
+        timm_options: passed to timm.create_model: num_classes, img_size, embed_dim, depth, ...
+
+    Raises: ValueError for an unknown model name, a family that is not supported, or a wrong encoding or option.
+    """
+    if not timm.is_model(name):
+        nearest = difflib.get_close_matches(name, timm.list_models(), n=3)
+        hint = f"; did you mean {', '.join(nearest)}?" if nearest else "; timm.list_models() lists them"
+        raise ValueError(f"name is {name!r}, which is no timm model{hint}")
+    check_position(position, position_options or {})
+    if timm_options.get("features_only"):
+        raise ValueError(
+            "features_only wraps the model before it gets its positions; leave it out and call "
+            "model.forward_intermediates(images)"
+        )
+    model = timm.create_model(name, pretrained=pretrained, **timm_options)
+    return add_position(model, position, keep_absolute=keep_absolute, **(position_options or {}))
+
+
+def add_position(
+    model: nn.Module, position: str | Rope, *, keep_absolute: bool = False, **options: Any
+) -> PositionedModel:
+    """Give a timm model a position encoding; it then takes images of any size that its patches divide.
+
+    The model is changed in place and returned; it stays an instance of its timm class. Keys of its state dict stay;
+    only the absolute embedding `pos_embed` leaves it, and learned frequencies join it (`position.learned_frequencies`).
+
+    Args:
+        model: a timm model of a supported family (`FAMILIES`).
+        position: a preset (`vision_rope.presets()`), another encoding (`vision_rope.encodings.ENCODINGS`), or a Rope.
+        keep_absolute: keep the model's own absolute embedding, resampled to new grids, beside the encoding.
+        options: options of the encoding, for instance base=100.0.
+
+    Raises: ValueError for a model that is not supported, an unknown encoding or option, or an option without effect.
+    """
+    if isinstance(model, PositionedModel):
+        raise ValueError(
+            f"the model has the position encoding {model.position_name!r} already; create the timm model anew to "
+            "give it another"
+        )
+    convert = FAMILIES.get(type(model))
+    if convert is None:
+        supported = ", ".join(family.__name__ for family in FAMILIES)
+        raise ValueError(
+            f"model is a {type(model).__name__}, which add_position does not know; it supports timm's {supported} "
+            "(vit, deit, deit3, siglip, clip, dinov2), and each class exactly, not its subclasses"
+        )
+    check_position(position, options)
+    return convert(model, position, keep_absolute=keep_absolute, **options)
+
+
+def set_extension(
+    model: nn.Module, method: str, train_size: Sequence[int] | None = None, **knobs: Any
+) -> PositionedModel:
+    """Choose the context extension of a model's rotary embedding, for grids larger than the trained one.
+
+    The model is changed in place and returned. "none" switches extension off. The state dict is not touched.
+
+    Args:
+        method: a name of `vision_rope.extension.EXTENSIONS`: none, interpolate, ntk, yarn, pitch.
+        train_size: grid (rows, columns) of patches in training; the grid the model was built with when not given.
+        knobs: options of the method, for instance beta_fast of yarn.
+
+    Raises: ValueError where the method means nothing for the model's encoding, with the reason.
+    """
+    if not isinstance(model, PositionedModel):
+        raise ValueError(
+            f"model is a {type(model).__name__} without a position encoding of this package; call add_position first"
+        )
+    model.set_extension(method, train_size, **knobs)
+    return model
+
+
+def check_position(position: str | Rope, options: dict[str, Any]) -> None:
+    """Raise ValueError for an encoding that does not exist, naming the nearest one, before any model is built."""
+    if isinstance(position, Rope):
+        if options:
+            raise ValueError(f"position is a Rope already; the options {', '.join(options)} would have no effect")
+        return
+    known = [*PRESETS, *ENCODINGS]
+    if position not in known:
+        nearest = difflib.get_close_matches(str(position), known, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise ValueError(f"position is {position!r}; the position encodings are {', '.join(known)}{hint}")

@@ -1,0 +1,408 @@
+"""timm's VisionTransformer family: vit, deit, deit3, siglip, clip, dinov2 (registers too).
+
+Conversion swaps classes in place: the model keeps its modules, weights and state-dict keys, and stays an instance of
+its timm class, but its forward computes the positions of the patch grid once and hands each block its rotation as an
+argument. No rotation is left in a module between calls.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from timm.layers import Attention, PatchDropout, PatchDropoutWithIndices
+from timm.layers.attention import resolve_self_attn_mask
+from timm.models import checkpoint
+from timm.models._features import feature_take_indices
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBlock, VisionTransformer
+from torch import Tensor, nn
+
+from vision_rope.attention import attend
+from vision_rope.encodings import Sinusoidal
+from vision_rope.extension import Extension, check_method
+from vision_rope.positions import with_prefix
+from vision_rope.rope import PRESETS, Rope, preset
+from vision_rope.rotation import Rotation, rotate, rotate_qkv
+
+
+class PositionedAttention(Attention):
+    """timm's Attention with a rotation of queries and keys."""
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """Shapes: x (batch, tokens, dim) -> (batch, tokens, dim)."""
+        if rotation is None:
+            return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
+        gate = None if self.gate is None else self.gate(x).sigmoid()
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
+        if isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity):
+            q, k, v = rotate_qkv(qkv, rotation)
+        else:
+            q, k, v = qkv.transpose(1, 3).unbind(2)
+            q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
+        attended = self._attend(q, k, v, attn_mask, is_causal, rotation.attention_scale)
+        x = self.norm(attended.transpose(1, 2).flatten(2))
+        if gate is not None:
+            x = x * gate
+        return self.proj_drop(self.proj(x))
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, attention_scale: float
+    ) -> Tensor:
+        scale = self.scale * attention_scale
+        if not self.fused_attn:
+            scores = (q * scale) @ k.transpose(-2, -1)
+            bias = resolve_self_attn_mask(q.shape[-2], scores, mask, is_causal)
+            scores = scores if bias is None else scores + bias
+            return self.attn_drop(scores.softmax(dim=-1)) @ v
+        boolean = mask is not None and mask.dtype == torch.bool
+        return attend(
+            q,
+            k,
+            v,
+            mask=mask if boolean else None,
+            bias=None if boolean else mask,
+            # torch's own default scale where nothing changes it, so that results stay equal to timm's to the last bit.
+            scale=None if attention_scale == 1.0 else scale,
+            dropout=self.attn_drop.p if self.training else 0.0,
+            is_causal=is_causal,
+        )
+
+
+class PositionedBlock(Block):
+    """timm's Block that hands a rotation to its attention."""
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """Shapes: x (batch, tokens, dim) -> the same."""
+        attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, rotation=rotation)
+        x = x + self.drop_path1(self.ls1(attended))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+class PositionedResPostBlock(ResPostBlock):
+    """timm's ResPostBlock (norms after the layers) that hands a rotation to its attention."""
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """Shapes: x (batch, tokens, dim) -> the same."""
+        attended = self.attn(x, attn_mask=attn_mask, is_causal=is_causal, rotation=rotation)
+        x = x + self.drop_path1(self.norm1(attended))
+        return x + self.drop_path2(self.norm2(self.mlp(x)))
+
+
+class PositionedParallelThingsBlock(ParallelThingsBlock):
+    """timm's ParallelThingsBlock (attentions side by side) that hands a rotation to each of them."""
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """Shapes: x (batch, tokens, dim) -> the same."""
+        branches = []
+        for branch in self.attns:
+            attended = branch.attn(branch.norm(x), attn_mask=attn_mask, is_causal=is_causal, rotation=rotation)
+            branches.append(branch.drop_path(branch.ls(attended)))
+        x = x + torch.stack(branches).sum(dim=0)
+        return x + torch.stack([ffn(x) for ffn in self.ffns]).sum(dim=0)
+
+
+class PositionedModel(nn.Module):
+    """What conversion adds to a timm model: a position encoding, and grids of any size.
+
+    Attributes:
+        position: the encoding as a module: a Rope, a Sinusoidal, or None (none, learned).
+        position_name: the encoding's name.
+        train_grid: grid (rows, columns) of patches the model was built for.
+        extension: context extension for larger grids: method, training grid and options; None where off.
+    """
+
+    position: Rope | Sinusoidal | None
+    position_name: str
+    train_grid: tuple[int, int]
+    extension: tuple[str, tuple[int, ...], dict[str, Any]] | None
+    # From timm's class:
+    blocks: nn.Sequential
+    patch_embed: Any
+    pos_embed: nn.Parameter | None
+    cls_token: nn.Parameter | None
+    reg_token: nn.Parameter | None
+    pos_drop: nn.Module
+    norm: nn.Module
+    num_prefix_tokens: int
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Shapes: images (batch, channels, height, width) -> tokens (batch, prefix + rows * columns, dim).
+
+        Raises: ValueError where the patch size does not divide the image.
+        """
+        x, rotations = self._embed(x)
+        for block, rotation in zip(self.blocks, rotations, strict=False):
+            x = self._run_block(block, x, attn_mask, is_causal, rotation)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Any:
+        """Outputs of chosen blocks, with the arguments and return values of timm's method of this name."""
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt is {output_fmt!r}; choose NCHW (maps) or NLC (tokens)")
+        take, last = feature_take_indices(len(self.blocks), indices)
+        x, rotations, grid = self._embed_with_grid(x)
+        prefix = self.num_prefix_tokens
+        if output_fmt == "NCHW" and x.shape[1] != prefix + grid[0] * grid[1]:
+            raise ValueError(
+                "output_fmt is 'NCHW' and patches were dropped; maps need all patches: use 'NLC' or eval mode"
+            )
+        maps, prefixes = [], []
+        blocks = self.blocks[: last + 1] if stop_early else self.blocks
+        for index, (block, rotation) in enumerate(zip(blocks, rotations, strict=False)):
+            x = self._run_block(block, x, attn_mask, is_causal, rotation)
+            if index in take:
+                taken = self.norm(x) if norm else x
+                prefixes.append(taken[:, :prefix])
+                tokens = taken[:, prefix:]
+                if output_fmt == "NCHW":
+                    tokens = tokens.unflatten(1, grid).permute(0, 3, 1, 2).contiguous()
+                maps.append(tokens)
+        with_tokens = return_prefix_tokens and prefix > 0
+        if output_dict:
+            result: dict[str, Any] = {"image_intermediates": maps}
+            if with_tokens:
+                result["image_intermediates_prefix"] = prefixes
+            if not intermediates_only:
+                result["image_features"] = self.norm(x)
+            return result
+        intermediates = list(zip(maps, prefixes, strict=True)) if with_tokens else maps
+        return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that no optimizer should decay: timm's, and learned frequencies."""
+        learned = {f"position.{name}" for name, _ in self.position.named_parameters()} if self.position else set()
+        return super().no_weight_decay() | learned  # type: ignore[misc]
+
+    def set_extension(self, method: str, train_size: Sequence[int] | None = None, **knobs: Any) -> None:
+        """See `vision_rope.set_extension`."""
+        if not isinstance(self.position, Rope):
+            if method == "none":
+                return
+            raise ValueError(
+                f"{method} means nothing for the position encoding {self.position_name!r}: context extension "
+                "changes the frequencies of a rotary embedding, and there are none; use none"
+            )
+        grid = self.train_grid if train_size is None else tuple(train_size)
+        if method == "none":
+            check_method(method, knobs, has_ladder=True, bounded=False, subject=self.position_name)
+            self.extension = None
+        else:
+            self.position.extension_for(method, train_size=grid, size=grid, **knobs)
+            self.extension = (method, grid, knobs)
+
+    def _embed(self, images: Tensor) -> tuple[Tensor, Sequence[Rotation | None]]:
+        tokens, rotations, _ = self._embed_with_grid(images)
+        return tokens, rotations
+
+    def _embed_with_grid(self, images: Tensor) -> tuple[Tensor, Sequence[Rotation | None], tuple[int, int]]:
+        """Images -> tokens with prefix and absolute embedding, the rotation of each block, and the grid of patches."""
+        self._check_image_size(images)
+        patches = self.patch_embed(images)
+        grid = (patches.shape[1], patches.shape[2])
+        x = self._pos_embed(patches)
+        kept = None
+        if isinstance(self.patch_drop, PatchDropoutWithIndices):
+            x, kept = self.patch_drop(x)
+        return self.norm_pre(x), self._rotations(grid, kept, x.device), grid
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        """Patches (batch, rows, columns, dim) -> tokens with prefix; absolute embeddings are added here."""
+        rows, columns = x.shape[1:3]
+        if isinstance(self.position, Sinusoidal):
+            x = x + self.position(rows, columns, device=x.device).to(x.dtype).unflatten(0, (rows, columns))
+        if self.pos_embed is not None:
+            return super()._pos_embed(x)  # type: ignore[misc]
+        tokens = (self.cls_token, getattr(self, "dist_token", None), self.reg_token)
+        prefix = [token.expand(len(x), -1, -1) for token in tokens if token is not None]
+        return self.pos_drop(torch.cat((*prefix, x.flatten(1, 2)), dim=1))
+
+    def _rotations(self, grid: tuple[int, int], kept: Tensor | None, device: torch.device) -> Sequence[Rotation | None]:
+        """The rotation of each block, for the patches that are left (kept: (batch, patches) indices; None: all)."""
+        if not isinstance(self.position, Rope):
+            return [None] * len(self.blocks)
+        positions = self.position.positions(*grid, device=device)
+        if self.training:
+            positions = self.position.coordinates.augment(positions)
+        if kept is not None:
+            positions = positions[kept]
+        positions = with_prefix(positions, self.num_prefix_tokens)
+        return self.position.rotations(positions, self._extension(grid))
+
+    def _extension(self, grid: tuple[int, int]) -> Extension | None:
+        if self.extension is None or not isinstance(self.position, Rope):
+            return None
+        method, train_size, knobs = self.extension
+        return self.position.extension_for(method, train_size=train_size, size=grid, **knobs)
+
+    def _run_block(
+        self,
+        block: nn.Module,
+        x: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        rotation: Rotation | None,
+    ) -> Tensor:
+        if self.grad_checkpointing and not torch.jit.is_scripting():
+            return checkpoint(block, x, attn_mask, is_causal, rotation)
+        return block(x, attn_mask, is_causal, rotation)
+
+    def _check_image_size(self, images: Tensor) -> None:
+        if self.patch_embed.dynamic_img_pad:
+            return
+        patch = self.patch_embed.feat_ratio(as_scalar=False)
+        for side, length, unit in zip(("height", "width"), images.shape[-2:], patch, strict=True):
+            if length % unit:
+                below, above = length // unit * unit, (length // unit + 1) * unit
+                valid = f"{above}" if below == 0 else f"{below} or {above}"
+                raise ValueError(
+                    f"images have {side} {length}, which patches of {unit} pixels do not divide; resize them to {valid}"
+                )
+
+
+class PositionedVisionTransformer(PositionedModel, VisionTransformer):
+    """timm's VisionTransformer with a position encoding of this package; made by `add_position`."""
+
+
+class PositionedVisionTransformerDistilled(PositionedModel, VisionTransformerDistilled):
+    """timm's VisionTransformerDistilled (deit) with a position encoding of this package; made by `add_position`."""
+
+
+MODELS: dict[type[nn.Module], type[PositionedModel]] = {
+    VisionTransformer: PositionedVisionTransformer,
+    VisionTransformerDistilled: PositionedVisionTransformerDistilled,
+}
+BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
+    Block: PositionedBlock,
+    ResPostBlock: PositionedResPostBlock,
+    ParallelThingsBlock: PositionedParallelThingsBlock,
+}
+
+
+def convert(model: Any, position: str | Rope, *, keep_absolute: bool = False, **options: Any) -> PositionedModel:
+    """Convert a model of this family in place, see `vision_rope.add_position`."""
+    # Everything that can be refused is refused before the model is touched.
+    layers = _attention_layers(model)
+    encoding = _build_encoding(model, layers[0], position, options)
+    name = position.name if isinstance(position, Rope) else position
+    _check_absolute(model, name, keep_absolute)
+    drop = model.patch_drop
+
+    for block in model.blocks:
+        block.__class__ = BLOCKS[type(block)]
+    for layer in layers:
+        layer.__class__ = PositionedAttention
+    model.__class__ = MODELS[type(model)]
+    if isinstance(drop, PatchDropout):
+        model.patch_drop = PatchDropoutWithIndices(drop.prob, drop.num_prefix_tokens, drop.ordered)
+    if not keep_absolute and name != "learned":
+        model.pos_embed = None
+    model.position = encoding
+    model.position_name = name
+    model.train_grid = tuple(model.patch_embed.grid_size)
+    model.extension = None
+    _accept_any_size(model)
+    return model
+
+
+def _attention_layers(model: Any) -> list[Attention]:
+    """All attention layers, or ValueError for layers this file does not know."""
+    layers = []
+    for block in model.blocks:
+        if type(block) not in BLOCKS:
+            known = ", ".join(kind.__name__ for kind in BLOCKS)
+            raise ValueError(f"the model's blocks are {type(block).__name__}; add_position supports {known}")
+        layers += [module for module in block.modules() if type(module).__name__.endswith("Attention")]
+    for layer in layers:
+        if type(layer) is not Attention:
+            raise ValueError(f"the model's attention is {type(layer).__name__}; add_position supports timm's Attention")
+    return layers
+
+
+def _build_encoding(
+    model: Any, layer: Attention, position: str | Rope, options: dict[str, Any]
+) -> Rope | Sinusoidal | None:
+    if isinstance(position, Rope) or position in PRESETS:
+        shape = {"head_dim": layer.head_dim, "num_heads": layer.num_heads, "depth": len(model.blocks)}
+        rope = position if isinstance(position, Rope) else preset(position, **shape, **options)
+        for what, wanted in (("head_dim", layer.head_dim), ("axes", 2)):
+            if getattr(rope, what) != wanted:
+                raise ValueError(
+                    f"position {rope.name!r} has {what} {getattr(rope, what)} and the model needs {wanted}; choose a "
+                    "2D preset and build it with the model's head_dim"
+                )
+        if rope.depth != len(model.blocks):
+            raise ValueError(
+                f"position {rope.name!r} was built for depth {rope.depth} and the model has {len(model.blocks)} "
+                f"blocks; build it with depth={len(model.blocks)}"
+            )
+        return rope.to(layer.qkv.weight.device)
+    builder = {"sinusoidal": Sinusoidal}.get(position)
+    known = [] if builder is None else [name for name in inspect.signature(builder).parameters if name != "embed_dim"]
+    for option in options:
+        if option not in known:
+            nearest = difflib.get_close_matches(option, known, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ValueError(
+                f"position {position!r} has no option {option!r}; its options: {', '.join(known) or 'none'}{hint}"
+            )
+    return None if builder is None else builder(model.embed_dim, **options)
+
+
+def _check_absolute(model: Any, name: str, keep_absolute: bool) -> None:
+    if name == "learned" and keep_absolute:
+        raise ValueError(
+            "keep_absolute=True has no effect with position 'learned', which is the absolute embedding; leave it out"
+        )
+    if model.pos_embed is None and (keep_absolute or name == "learned"):
+        raise ValueError(
+            "the model has no absolute embedding to keep (pos_embed is None); leave keep_absolute out, or build the timm "
+            "model with pos_embed='learn'"
+        )
+
+
+def _accept_any_size(model: Any) -> None:
+    """timm's dynamic_img_size, after the fact: patches stay a grid until positions are added."""
+    model.dynamic_img_size = True
+    model.patch_embed.strict_img_size = False
+    model.patch_embed.flatten = False
+    model.patch_embed.output_fmt = "NHWC"

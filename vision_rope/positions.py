@@ -1,0 +1,198 @@
+"""Where tokens sit: coordinates of grids, of prefix tokens, and their augmentation in training.
+
+Positions are float32 tensors (tokens, axes), row-major, axes in the order (t, h, w) or its tail: (h, w) are rows and
+columns, never x and y. A batch whose samples differ carries (batch, tokens, axes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Normalize = Literal["separate", "min", "max"]
+NORMALIZE = ("separate", "min", "max")
+
+
+def grid_positions(*size: int, device: torch.device | str | None = None) -> Tensor:
+    """Index positions of a grid of tokens.
+
+    Shapes: size (n), (h, w) or (t, h, w) -> (n, 1), (h * w, 2) or (t * h * w, 3).
+    Raises: ValueError where a length is not a positive integer.
+    """
+    _check_size(size)
+    return _mesh([torch.arange(length, dtype=torch.float32, device=device) for length in size])
+
+
+def rescaled_positions(*size: int, reference: Sequence[int], device: torch.device | str | None = None) -> Tensor:
+    """Index positions stretched, an axis at a time, to the range of a reference grid: index * reference / size.
+
+    Shapes: size (h, w) -> (h * w, 2); reference has one length an axis.
+    Raises: ValueError where size and reference disagree in their number of axes.
+    Source: EVA-02 (arXiv 2303.11331), which trains on a 16 x 16 reference grid.
+    """
+    _check_size(size)
+    if len(reference) != len(size):
+        raise ValueError(
+            f"reference {tuple(reference)} has {len(reference)} axes and the grid {tuple(size)} has {len(size)}; "
+            "give one reference length for each axis"
+        )
+    axes = [
+        torch.arange(length, dtype=torch.float32, device=device) * (wanted / length)
+        for length, wanted in zip(size, reference, strict=True)
+    ]
+    return _mesh(axes)
+
+
+def centred_positions(
+    *size: int, normalize: Normalize = "separate", device: torch.device | str | None = None
+) -> Tensor:
+    """Centres of the cells of a grid, in [-1, 1].
+
+    "separate" divides each axis by its own length, so that every axis spans [-1, 1]; "min" and "max" divide all axes by
+    the shortest or longest one, which keeps the aspect ratio.
+
+    Shapes: size (h, w) -> (h * w, 2).
+    Raises: ValueError for an unknown normalize.
+    Source: DINOv3 (arXiv 2508.10104), position embedding of its ViTs.
+    """
+    _check_size(size)
+    if normalize == "separate":
+        lengths = list(size)
+    elif normalize == "min":
+        lengths = [min(size)] * len(size)
+    elif normalize == "max":
+        lengths = [max(size)] * len(size)
+    else:
+        raise ValueError(f"normalize is {normalize!r}; choose one of {', '.join(NORMALIZE)}")
+    axes = [
+        (torch.arange(length, dtype=torch.float32, device=device) + 0.5) / divisor * 2.0 - 1.0
+        for length, divisor in zip(size, lengths, strict=True)
+    ]
+    return _mesh(axes)
+
+
+def with_prefix(positions: Tensor, count: int, where: Literal["front", "end"] = "front") -> Tensor:
+    """Positions with `count` zero rows for tokens that have no place: class tokens, registers, object pointers.
+
+    Position zero is no rotation, so prefix tokens need no special case anywhere else.
+
+    Shapes: (..., tokens, axes) -> (..., count + tokens, axes).
+    Raises: ValueError for a negative count or an unknown `where`.
+    """
+    if count < 0:
+        raise ValueError(f"count is {count}; the number of prefix tokens must be zero or more")
+    if where not in ("front", "end"):
+        raise ValueError(f"where is {where!r}; prefix tokens stand at the 'front' or at the 'end'")
+    if count == 0:
+        return positions
+    zeros = positions.new_zeros(*positions.shape[:-2], count, positions.shape[-1])
+    return torch.cat((zeros, positions) if where == "front" else (positions, zeros), dim=-2)
+
+
+def augment_positions(
+    positions: Tensor,
+    *,
+    shift: float | None = None,
+    jitter: float | None = None,
+    rescale: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Positions moved and stretched at random, the same for all tokens, in the order shift, jitter, rescale.
+
+    Args:
+        shift: each axis is moved by a number drawn from [-shift, shift].
+        jitter: each axis is multiplied by a factor drawn log-uniformly from [1 / jitter, jitter].
+        rescale: all axes are multiplied by one factor drawn log-uniformly from [1 / rescale, rescale].
+        generator: source of the random numbers; torch's own when not given.
+
+    Shapes: (..., tokens, axes) -> the same.
+    Raises: ValueError for a negative shift, or for a jitter or rescale below 1.
+    Source: DINOv3 (arXiv 2508.10104), which trains with rescale 2.
+    """
+    _check_augmentation(shift, jitter, rescale)
+    axes = positions.shape[-1]
+
+    def draw(count: int, bound: float) -> Tensor:
+        # Drawn on the generator's device (CPU when none is given), so that one seed means one picture on any device.
+        device = "cpu" if generator is None else generator.device
+        drawn = torch.empty(count, dtype=torch.float32, device=device)
+        return drawn.uniform_(-bound, bound, generator=generator).to(positions.device)
+
+    if shift is not None:
+        positions = positions + draw(axes, shift)
+    if jitter is not None:
+        positions = positions * draw(axes, math.log(jitter)).exp()
+    if rescale is not None:
+        positions = positions * draw(1, math.log(rescale)).exp()
+    return positions
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """How a rotary embedding lays its positions on a grid, and how it moves them in training.
+
+    Attributes:
+        reference: stretch indices to this grid (EVA-02); None leaves them.
+        normalize: cell centres in [-1, 1] instead of indices (DINOv3); None leaves indices.
+        offset: added to every index (Perception Encoder begins at 1, since its class token sits at 0).
+        shift, jitter, rescale: augmentation in training, see `augment_positions`.
+    """
+
+    reference: tuple[int, ...] | None = None
+    normalize: Normalize | None = None
+    offset: float = 0.0
+    shift: float | None = None
+    jitter: float | None = None
+    rescale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.normalize is not None and self.normalize not in NORMALIZE:
+            raise ValueError(f"normalize is {self.normalize!r}; choose one of {', '.join(NORMALIZE)}")
+        if self.reference is not None and any(length < 1 for length in self.reference):
+            raise ValueError(f"reference is {self.reference}; lengths of a reference grid must be positive")
+        _check_augmentation(self.shift, self.jitter, self.rescale)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a larger grid stays within the range of positions seen in training."""
+        return self.reference is not None or self.normalize is not None
+
+    def positions(self, *size: int, device: torch.device | str | None = None) -> Tensor:
+        """Positions (tokens, axes) of a grid in these coordinates."""
+        if self.normalize is not None:
+            return centred_positions(*size, normalize=self.normalize, device=device)
+        if self.reference is not None:
+            return rescaled_positions(*size, reference=self.reference, device=device) + self.offset
+        return grid_positions(*size, device=device) + self.offset
+
+    def augment(self, positions: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Positions as training sees them: moved and stretched where the coordinates say so."""
+        return augment_positions(
+            positions, shift=self.shift, jitter=self.jitter, rescale=self.rescale, generator=generator
+        )
+
+
+def _mesh(axes: list[Tensor]) -> Tensor:
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
+
+
+def _check_size(size: tuple[int, ...]) -> None:
+    if not size:
+        raise ValueError("a grid needs at least one length: (n), (h, w) or (t, h, w)")
+    for length in size:
+        # A length is symbolic while a model is exported with dynamic height and width.
+        if isinstance(length, bool) or not isinstance(length, int | torch.SymInt) or length < 1:
+            raise ValueError(f"a grid of {size} tokens is not possible: every length must be a positive integer")
+
+
+def _check_augmentation(shift: float | None, jitter: float | None, rescale: float | None) -> None:
+    if shift is not None and shift < 0:
+        raise ValueError(f"shift is {shift}; positions move by up to this much, so it must be zero or more")
+    for name, factor in (("jitter", jitter), ("rescale", rescale)):
+        if factor is not None and factor < 1:
+            raise ValueError(f"{name} is {factor}; factors are drawn from [1/{name}, {name}], so it must be 1 or more")
