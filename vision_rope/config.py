@@ -5,8 +5,12 @@ Sections up to `evaluation` change results; `run` changes only where and how fas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+from vision_rope import flags
 
 Size = int | tuple[int, int]
 
@@ -43,8 +47,8 @@ class DataConfig:
         root: the folder that timm dataset names are looked up in.
         train_split: name of the training split.
         val_split: name of the validation split.
-        val_fraction: part held out for validation, a class at a time, where the source has no split of its own.
-        split_seed: seed of that hold-out; independent of the run's seed, so that runs compare on the same images.
+        val_fraction: part of each class held out for validation where the source has no split of its own.
+        split_seed: seed of that hold-out; not the run's seed, so that runs compare on the same images.
         download: let timm and torchvision download the data set.
         size: training image size in pixels: one number or height and width.
         interpolation: how images are resized.
@@ -70,8 +74,8 @@ class AugmentConfig:
     """Augmentation of training images.
 
     Attributes:
-        crop: random-resized (area and aspect drawn), simple (resize the short side, pad 4 pixels, random crop; DeiT-III)
-            or resize (the whole image, no crop).
+        crop: random-resized (area and aspect drawn), simple (resize the short side, pad 4 pixels, random crop;
+            DeiT-III) or resize (the whole image, no crop).
         scale: range of the area kept by random-resized.
         ratio: range of the aspect ratio drawn by random-resized.
         hflip: probability of a left-right flip.
@@ -227,3 +231,124 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+
+def load_config(argv: Sequence[str]) -> TrainConfig:
+    """Read a configuration from command-line words: `--config FILE.yaml` and `--section.key VALUE`, any number.
+
+    Later files win over earlier ones and flags win over files; dictionaries are merged key by key. With
+    `run.resume`, what neither says is taken from the config.yaml of the run in `run.output`.
+
+    Raises:
+        ValueError: for an unknown key or flag (with the nearest valid name) and a value of the wrong type.
+        SystemExit: after `--help` was printed.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(help_text())
+        raise SystemExit(0)
+    values = flags.read_words(TrainConfig, argv)
+    config = flags.build(TrainConfig, values)
+    if config.run.resume and config.run.output is not None:
+        stored = Path(config.run.output) / "config.yaml"
+        if stored.is_file():
+            config = flags.build(TrainConfig, flags.merge(flags.read_yaml(stored), values))
+    return config
+
+
+def load_yaml(path: str | Path) -> TrainConfig:
+    """Read a configuration from a YAML file; keys that it leaves out have their default."""
+    return flags.build(TrainConfig, flags.read_yaml(Path(path)))
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """Write every key of a configuration as YAML that `load_yaml` reads back to an equal one."""
+    return flags.to_yaml(config)
+
+
+def help_text(command: str = "train.py") -> str:
+    """List every key with its meaning and default, a section at a time."""
+    return flags.help_text(TrainConfig, command)
+
+
+def changed_keys(old: TrainConfig, new: TrainConfig) -> list[str]:
+    """Dotted names of the keys whose values differ, `run` left out: they are what changes results."""
+    keys = [key for key in flags.leaves(TrainConfig) if not key.startswith("run.")]
+    return [key for key in keys if flags.get(old, key) != flags.get(new, key)]
+
+
+def check_config(config: TrainConfig) -> None:
+    """Refuse values that no run could use.
+
+    Raises:
+        ValueError: naming the key, its value and the rule.
+    """
+    rules = [
+        ("seed", config.seed >= 0, "must not be negative"),
+        ("batch_size", config.batch_size >= 1, "must be at least 1"),
+        (
+            "ema_decay",
+            config.ema_decay is None or 0 < config.ema_decay < 1,
+            "must be none or between 0 and 1",
+        ),
+        ("data.val_fraction", 0 < config.data.val_fraction < 1, "must lie between 0 and 1"),
+        ("data.std", min(config.data.std) > 0, "must be positive"),
+        ("loss.label_smoothing", 0 <= config.loss.label_smoothing < 1, "must be at least 0 and below 1"),
+        ("optimizer.lr", config.optimizer.lr > 0, "must be positive"),
+        ("optimizer.weight_decay", config.optimizer.weight_decay >= 0, "must not be negative"),
+        ("optimizer.accumulate", config.optimizer.accumulate >= 1, "must be at least 1"),
+        (
+            "optimizer.clip_grad",
+            config.optimizer.clip_grad is None or config.optimizer.clip_grad > 0,
+            "must be positive; none switches clipping off",
+        ),
+        (
+            "optimizer.layer_decay",
+            config.optimizer.layer_decay is None or 0 < config.optimizer.layer_decay <= 1,
+            "must be above 0 and at most 1; none switches it off",
+        ),
+        ("schedule.epochs", config.schedule.epochs >= 1, "must be at least 1"),
+        (
+            "schedule.warmup_epochs",
+            0 <= config.schedule.warmup_epochs < config.schedule.epochs,
+            f"must be at least 0 and below schedule.epochs = {config.schedule.epochs}",
+        ),
+        (
+            "schedule.warmup_lr",
+            0 <= config.schedule.warmup_lr <= config.optimizer.lr,
+            f"must lie between 0 and optimizer.lr = {config.optimizer.lr}",
+        ),
+        (
+            "schedule.min_lr",
+            0 <= config.schedule.min_lr <= config.optimizer.lr,
+            f"must lie between 0 and optimizer.lr = {config.optimizer.lr}",
+        ),
+        ("evaluation.crop_pct", 0 < config.evaluation.crop_pct <= 1, "must be above 0 and at most 1"),
+        ("evaluation.every", config.evaluation.every >= 1, "must be at least 1"),
+        (
+            "evaluation.batch_size",
+            config.evaluation.batch_size is None or config.evaluation.batch_size >= 1,
+            "must be at least 1; none takes batch_size",
+        ),
+        ("run.num_workers", config.run.num_workers >= 0, "must not be negative"),
+        (
+            "run.resume",
+            not (config.run.resume and config.run.output is None),
+            "needs run.output, the folder of the run to go on with",
+        ),
+        (
+            "run.resume",
+            not (config.run.resume and config.run.overwrite),
+            "excludes run.overwrite; give one of them",
+        ),
+    ]
+    rules += [
+        (f"augment.{name}", 0 <= getattr(config.augment, name) <= 1, "is a probability: 0 to 1")
+        for name in ("hflip", "vflip", "erasing", "mixup_prob", "mixup_switch_prob")
+    ]
+    rules += [
+        (f"augment.{name}", getattr(config.augment, name) >= 0, "must not be negative; 0 switches it off")
+        for name in ("mixup", "cutmix", "color_jitter")
+    ]
+    for key, holds, rule in rules:
+        if not holds:
+            raise ValueError(f"{key} is {flags.get(config, key)}, but it {rule}")

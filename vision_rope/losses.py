@@ -1,0 +1,45 @@
+"""What training minimises: losses for class indices and for the soft targets of mixup and cutmix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def create_loss(name: str, label_smoothing: float, num_classes: int) -> Loss:
+    """Build a loss of logits (batch, classes) and targets: indices (batch) or class shares (batch, classes).
+
+    Indices are smoothed here; soft targets are taken as they are, since mixing has smoothed them. The loss is
+    computed in float32 whatever the dtype of the logits.
+
+    Raises:
+        ValueError: for an unknown name or a smoothing outside [0, 1).
+    Source: DeiT III, arXiv 2204.07118, section 3: under binary cross-entropy every mixed class is a target of its
+        own, and the mean over classes is taken.
+    """
+    from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing is {label_smoothing}, but it must be at least 0 and below 1")
+    if name == "cross-entropy":
+        hard: Loss = LabelSmoothingCrossEntropy(label_smoothing) if label_smoothing else F.cross_entropy
+        soft: Loss = SoftTargetCrossEntropy()
+    elif name == "binary-cross-entropy":
+        hard = soft = BinaryCrossEntropy(smoothing=label_smoothing)
+    else:
+        raise ValueError(f"loss name is {name!r}, but it must be cross-entropy or binary-cross-entropy")
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        if logits.ndim != 2 or logits.shape[1] != num_classes:
+            raise ValueError(f"logits have shape {tuple(logits.shape)}, but (batch, {num_classes} classes) is needed")
+        with torch.autocast(logits.device.type, enabled=False):
+            if targets.ndim == 2:
+                return soft(logits.float(), targets.float())
+            return hard(logits.float(), targets)
+
+    return loss

@@ -1,0 +1,110 @@
+"""What a run starts from: loaders, the model with its first weights, and refusals of what cannot work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from vision_rope import checkpoint
+from vision_rope.config import TrainConfig
+from vision_rope.parallel import Distributed
+
+if TYPE_CHECKING:
+    from vision_rope.data import DeviceLoader
+
+
+def create_loaders(config: TrainConfig, world: Distributed) -> tuple[list[str], DeviceLoader, DeviceLoader]:
+    """Open the data set; returns the names of its classes and the loaders of both splits.
+
+    Raises:
+        ValueError: for a source that cannot be opened and batches that cannot be made from it.
+    """
+    from vision_rope import data
+
+    section, augment = config.data, config.augment
+    evaluation_batch = config.evaluation.batch_size or config.batch_size
+    if config.batch_size % world.world_size:
+        raise ValueError(
+            f"batch_size is {config.batch_size}, but {world.world_size} processes must share it evenly; "
+            f"give a multiple of {world.world_size}"
+        )
+    train_set, val_set = (
+        data.open_dataset(
+            section.source,
+            split,
+            root=section.root,
+            train_split=section.train_split,
+            val_split=section.val_split,
+            val_fraction=section.val_fraction,
+            split_seed=section.split_seed,
+            download=section.download,
+        )
+        for split in ("train", "validation")
+    )
+    if list(train_set.classes) != list(val_set.classes):
+        raise ValueError(f"data.source {section.source}: the splits have different classes")
+    train_transform = data.train_transform(
+        section.size,
+        crop=augment.crop,
+        scale=augment.scale,
+        ratio=augment.ratio,
+        hflip=augment.hflip,
+        vflip=augment.vflip,
+        dihedral=augment.dihedral,
+        three_augment=augment.three_augment,
+        color_jitter=augment.color_jitter,
+        interpolation=section.interpolation,
+    )
+    eval_transform = data.eval_transform(
+        section.size, crop_pct=config.evaluation.crop_pct, interpolation=section.interpolation
+    )
+    train_loader, val_loader = (
+        data.create_loader(
+            dataset,
+            batch_size=batch_size,
+            transform=transform,
+            device=world.device,
+            training=training,
+            num_workers=config.run.num_workers,
+            mean=section.mean,
+            std=section.std,
+            seed=config.seed,
+            rank=world.rank,
+            world_size=world.world_size,
+            erasing=augment.erasing if training else 0.0,
+        )
+        for dataset, batch_size, transform, training in (
+            (train_set, config.batch_size, train_transform, True),
+            (val_set, evaluation_batch, eval_transform, False),
+        )
+    )
+    if len(train_loader) == 0:
+        raise ValueError(
+            f"batch_size is {config.batch_size}, but the training split has {len(train_set)} images, less than "
+            "one batch; give a smaller batch_size"
+        )
+    return list(train_set.classes), train_loader, val_loader
+
+
+def build_start(config: TrainConfig, num_classes: int) -> nn.Module:
+    """Create the model with its first weights: fresh, timm's, or those of `model.checkpoint`."""
+    if config.model.checkpoint is None:
+        return checkpoint.build_model(config, num_classes)
+    if config.model.pretrained:
+        raise ValueError("model.pretrained and model.checkpoint exclude each other; give one of them")
+    model = checkpoint.build_model(config, num_classes)
+    checkpoint.load_start(model, config.model.checkpoint)
+    return model
+
+
+def check_sweep(config: TrainConfig, model: nn.Module) -> None:
+    """Refuse training and evaluation sizes that the patch does not divide, and unknown extension methods."""
+    from vision_rope.evaluate import check_methods, check_sizes, parse_sizes
+
+    patch_size = tuple(model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
+    size = config.data.size
+    check_sizes([(size, size) if isinstance(size, int) else size], patch_size)
+    if config.evaluation.sizes:
+        check_sizes(parse_sizes(config.evaluation.sizes), patch_size)
+        check_methods(config.evaluation.extend)

@@ -1,0 +1,398 @@
+"""Train a positioned model: `Trainer` holds a run, `train` does a whole one, `main` is the command."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vision_rope import checkpoint
+from vision_rope.config import (
+    TrainConfig,
+    check_config,
+    load_config,
+    to_yaml,
+)
+from vision_rope.losses import create_loss
+from vision_rope.optimization import create_optimizer, create_schedule
+from vision_rope.parallel import Distributed, choose_device, choose_precision, distributed
+from vision_rope.preparation import build_start, check_sweep, create_loaders
+from vision_rope.run_folder import Row, RunFolder, check_output, default_output
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss or the logits stopped being finite; the state after the last whole epoch is kept."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run came to.
+
+    Attributes:
+        folder: the run folder.
+        rows: the numbers of every epoch, as in metrics.jsonl.
+        best: the row of the epoch that best.safetensors is from.
+        figure: the picture of the sweep over sizes, where there was one.
+    """
+
+    folder: Path
+    rows: list[Row]
+    best: Row
+    figure: Path | None = None
+
+
+def train(config: TrainConfig) -> RunResult:
+    """Train, keep the best weights and evaluate them at `evaluation.sizes`; under torchrun, in all processes.
+
+    Raises:
+        ValueError: before the first step, for anything in the configuration that cannot work.
+        TrainingDiverged: when the loss is no longer finite.
+    """
+    with distributed(config.run.device) as world:
+        if config.run.output is None:
+            config = replace(config, run=replace(config.run, output=world.share(default_output())))
+        trainer = Trainer(config, world)
+        result = trainer.fit()
+        if config.evaluation.sizes:
+            result = replace(result, figure=trainer.evaluate_sizes())
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command `train.py`; a mistake of the user is one sentence on stderr and an exit status of 2."""
+    try:
+        config = load_config(sys.argv[1:] if argv is None else argv)
+        result = train(config)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except TrainingDiverged as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        print(
+            "interrupted; --run.resume true --run.output FOLDER goes on after the last whole epoch",
+            file=sys.stderr,
+        )
+        return 130
+    print(f"run folder: {result.folder}")
+    return 0
+
+
+class Trainer:
+    """A run: everything is built and checked at creation, `fit` trains.
+
+    Raises:
+        ValueError: at creation, for anything in the configuration that cannot work.
+    """
+
+    def __init__(self, config: TrainConfig, world: Distributed | None = None) -> None:
+        from timm.utils import ModelEmaV3
+
+        from vision_rope.data import Mixing
+
+        world = world or Distributed(choose_device(config.run.device))
+        if config.run.output is None:
+            config = replace(config, run=replace(config.run, output=default_output()))
+        check_config(config)
+        check_output(config)
+        self.config, self.world = config, world
+        self.dtype = choose_precision(config.run.precision, world.device)
+        self.folder = RunFolder(config, is_main=world.is_main)
+
+        self.classes, self.train_loader, self.val_loader = create_loaders(config, world)
+        seed_everything(config.seed)
+        self.model = build_start(config, len(self.classes)).to(world.device)
+        check_sweep(config, self.model)
+        self.optimizer = create_optimizer(self.model, config.optimizer)
+        self.updates_per_epoch = -(-len(self.train_loader) // config.optimizer.accumulate)
+        self.schedule = create_schedule(
+            self.optimizer, config.schedule, lr=config.optimizer.lr, updates_per_epoch=self.updates_per_epoch
+        )
+        self.loss = create_loss(config.loss.name, config.loss.label_smoothing, len(self.classes))
+        augment = config.augment
+        self.mixing = (
+            Mixing(
+                mixup=augment.mixup,
+                cutmix=augment.cutmix,
+                prob=augment.mixup_prob,
+                switch_prob=augment.mixup_switch_prob,
+                label_smoothing=config.loss.label_smoothing,
+                num_classes=len(self.classes),
+            )
+            if augment.mixup or augment.cutmix
+            else None
+        )
+        # Without the warm-up of the decay a short run's average would still hold its random first weights.
+        self.ema = ModelEmaV3(self.model, decay=config.ema_decay, use_warmup=True) if config.ema_decay else None
+        self.epoch = self.updates = 0
+        self.best: Row = {}
+        if config.run.resume:
+            self._load()
+        if config.run.grad_checkpointing:
+            self.model.set_grad_checkpointing(True)  # type: ignore[operator]
+        if config.run.compile:
+            # In place: the names of the parameters stay as they are.
+            self.model.compile()
+        self.wrapped = world.wrap(self.model)
+        self._first_bad = torch.full((), -1, device=world.device)
+
+    @property
+    def score_name(self) -> str:
+        """The number that the best epoch has most of."""
+        return "val_auroc" if len(self.classes) == 2 else "val_top1"
+
+    def fit(self) -> RunResult:
+        """Train the epochs that are left."""
+        epochs = self.config.schedule.epochs
+        self.world.barrier()
+        self.folder.prepare(self.epoch)
+        self.world.barrier()
+        try:
+            if self.epoch >= epochs:
+                self.folder.log(f"the run in {self.folder.path} is finished: all {epochs} epochs are trained")
+            else:
+                self.folder.log(self._describe())
+            for epoch in range(self.epoch, epochs):
+                row = self._train_epoch(epoch)
+                if (epoch + 1) % self.config.evaluation.every == 0 or epoch + 1 == epochs:
+                    row |= self._validate(epoch)
+                self._keep(epoch, row)
+        finally:
+            self.folder.close()
+        self.world.barrier()
+        return RunResult(self.folder.path, self.folder.rows, self.best)
+
+    def _train_epoch(self, epoch: int) -> Row:
+        loader, accumulate = self.train_loader, self.config.optimizer.accumulate
+        loader.set_epoch(epoch)
+        self.model.train()
+        # loss, right answers and images so far; read only now and then, since reading waits for the device
+        precise = torch.float32 if self.world.device.type == "mps" else torch.float64
+        totals = torch.zeros(3, dtype=precise, device=self.world.device)
+        start = time.perf_counter()
+        check_every = 50 if self.world.device.type == "cuda" else 1
+        lr = 0.0
+        for index, (images, labels) in enumerate(self._show(loader, epoch, totals)):
+            if index == 0:
+                # An epoch's random numbers follow from the seed and its own number, so that a resumed run draws
+                # what the unbroken one would have; set here because a starting loader draws numbers itself.
+                seed_everything(self.config.seed, self.world.rank, epoch)
+            targets = labels
+            if self.mixing is not None:
+                images, targets = self.mixing(images, labels)
+            group = min(accumulate, len(loader) - index // accumulate * accumulate)
+            is_update = (index + 1) % accumulate == 0 or index + 1 == len(loader)
+            with self._gradients_stay_local(not is_update):
+                with self._autocast():
+                    logits = self.wrapped(images)
+                loss = self.loss(logits, targets)
+                (loss / group).backward()
+            with torch.no_grad():
+                answers = targets.argmax(1) if targets.ndim == 2 else targets
+                hits = (logits.argmax(1) == answers).sum()
+                totals += torch.stack(
+                    [loss.detach().to(precise) * len(images), hits, torch.full_like(hits, len(images))]
+                )
+                self._first_bad = torch.where(~loss.isfinite() & (self._first_bad < 0), index, self._first_bad)
+            lr = self._lr()
+            if (index + 1) % check_every == 0 or index + 1 == len(loader):
+                self._check_finite(epoch, lr)
+            if is_update:
+                self._update()
+        loss_sum, hit_sum, images_seen = self.world.sum(totals).tolist()
+        seconds = time.perf_counter() - start
+        return {
+            "epoch": epoch + 1,
+            "lr": lr,
+            "train_loss": loss_sum / images_seen,
+            "train_top1": hit_sum / images_seen,
+            "images_per_second": images_seen / seconds,
+            "seconds": seconds,
+        }
+
+    def _update(self) -> None:
+        if self.config.optimizer.clip_grad is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+        if self.ema is not None:
+            self.ema.update(self.model, step=self.updates)
+        self.schedule.step_update(self.updates)
+
+    def _lr(self) -> float:
+        """The learning rate of the next update, of the topmost layer under layer decay."""
+        return max(group["lr"] for group in self.optimizer.param_groups)
+
+    def _check_finite(self, epoch: int, lr: float) -> None:
+        bad = self._first_bad.clone()
+        if self.world.world_size > 1:
+            torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)
+        step = int(bad)
+        if step >= 0:
+            raise self._diverged(f"the loss of epoch {epoch + 1}, step {step + 1}, is not finite", lr)
+
+    def _diverged(self, what: str, lr: float) -> TrainingDiverged:
+        kept = f"the state after epoch {self.epoch} is kept in {self.folder.path / 'last'}" if self.epoch else ""
+        advice = "a lower optimizer.lr, a longer warm-up or optimizer.clip_grad usually helps"
+        return TrainingDiverged("; ".join(part for part in (f"{what} (learning rate {lr:.3g})", kept, advice) if part))
+
+    def evaluate_sizes(self) -> Path | None:
+        """Sweep the best weights over `evaluation.sizes`; prints the table and returns the figure's path."""
+        from vision_rope.evaluate import evaluate, format_table
+
+        run = self.config.run
+        rows, files = evaluate(
+            self.folder.path,
+            num_workers=run.num_workers,
+            device=run.device,
+            precision=run.precision,
+            progress=run.progress,
+        )
+        self.folder.log(format_table(rows))
+        figures = [path for path in files if path.suffix == ".png"]
+        self.folder.log("\n".join(f"figure: {path}" for path in figures))
+        return figures[0] if figures else None
+
+    def _validate(self, epoch: int) -> Row:
+        from vision_rope.evaluate import measure
+
+        model = self.model if self.ema is None else self.ema.module
+        precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        try:
+            row = measure(model, self.val_loader, len(self.classes), precision=precision)
+        except ValueError as error:
+            if "not finite" not in str(error):
+                raise
+            raise self._diverged(f"validation after epoch {epoch + 1} failed: {error}", self._lr()) from error
+        return {f"val_{key}": row[key] for key in row if key not in ("images_per_second", "peak_memory_mb")}
+
+    def _keep(self, epoch: int, row: Row) -> None:
+        """Write what an epoch came to: best.safetensors where it is the best, its row, last/ at the end."""
+        self.epoch = epoch + 1
+        score = row.get(self.score_name)
+        is_best = score is not None and score > self.best.get(self.score_name, -np.inf)
+        if is_best:
+            self.best = row
+        if self.world.is_main:
+            metadata = {
+                "position": self.config.model.position,
+                "config": to_yaml(self.config),
+                "classes": self.classes,
+                "epoch": self.epoch,
+                "metrics": row,
+            }
+            ema = None if self.ema is None else self.ema.module.state_dict()
+            weights = self.model.state_dict()
+            if is_best:
+                path = self.folder.path / "best.safetensors"
+                checkpoint.save_weights(path, weights if ema is None else ema, metadata)
+            self.folder.add_row(row)
+            state = {"epoch": self.epoch, "updates": self.updates, "best": self.best}
+            state["optimizer"] = self.optimizer.state_dict()
+            checkpoint.save_last(self.folder.path, state, weights=weights, ema=ema, metadata=metadata)
+        else:
+            self.folder.add_row(row)
+        self.folder.log(_summary(row, self.config.schedule.epochs, is_best))
+
+    def _load(self) -> None:
+        """Go on from last/; the schedule is a function of the number of updates and has no state of its own."""
+        last = checkpoint.find_last(self.folder.path)
+        assert last is not None, "check_output has looked for it"
+        state = checkpoint.load_state(last / "state.pt")
+        weights, _ = checkpoint.load_weights(last / "model.safetensors")
+        checkpoint.load_strictly(self.model, weights, last)
+        if self.ema is not None:
+            averaged, _ = checkpoint.load_weights(last / "ema.safetensors")
+            checkpoint.load_strictly(self.ema.module, averaged, last)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.epoch, self.updates, self.best = state["epoch"], state["updates"], state["best"]
+        self.schedule.step_update(self.updates)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    def _gradients_stay_local(self, local: bool) -> Any:
+        is_parallel = isinstance(self.wrapped, nn.parallel.DistributedDataParallel)
+        return self.wrapped.no_sync() if local and is_parallel else nullcontext()  # type: ignore[operator]
+
+    def _show(
+        self, loader: Iterable[tuple[Tensor, Tensor]], epoch: int, totals: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pass batches through under a progress bar: loss, accuracy, images a second, the run's time left."""
+        from tqdm import tqdm
+
+        epochs, count = self.config.schedule.epochs, len(self.train_loader)
+        is_terminal = sys.stderr.isatty()
+        interval = 0.5 if is_terminal else 30.0
+        start = shown = time.perf_counter()
+        with tqdm(
+            total=count,
+            desc=f"epoch {epoch + 1}/{epochs}",
+            unit="batch",
+            mininterval=interval,
+            leave=False,
+            dynamic_ncols=is_terminal,
+            disable=not (self.world.is_main and self.config.run.progress),
+        ) as bar:
+            for index, batch in enumerate(loader):
+                yield batch
+                now = time.perf_counter()
+                if not bar.disable and now - shown > interval:
+                    shown = now
+                    loss, hits, images = totals.tolist()
+                    seconds = now - start
+                    left = seconds / (index + 1) * (count * (epochs - epoch) - index - 1)
+                    figures = (
+                        f"loss {loss / images:.3f}",
+                        f"accuracy {hits / images:.1%}",
+                        f"{images * self.world.world_size / seconds:.0f} images/s",
+                        f"left {tqdm.format_interval(left)}",
+                    )
+                    bar.set_postfix_str(", ".join(figures), refresh=False)
+                bar.update()
+
+    def _describe(self) -> str:
+        config = self.config
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        start = f"from epoch {self.epoch + 1} on" if self.epoch else ""
+        parts = [
+            f"{config.model.name} with {config.model.position}, {parameters / 1e6:.2f} M parameters",
+            f"{config.data.source}, {len(self.classes)} classes, {config.data.size} px",
+            f"{config.schedule.epochs} epochs of {len(self.train_loader)} steps {start}".rstrip(),
+            f"{self.world.device} x {self.world.world_size}, {str(self.dtype).removeprefix('torch.')}",
+        ]
+        return "; ".join(parts)
+
+
+def seed_everything(*parts: int) -> None:
+    """Seed torch, numpy and Python by numbers, so that different numbers give unrelated streams."""
+    seed = int(np.random.SeedSequence(parts).generate_state(1)[0])
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def _summary(row: Row, epochs: int, is_best: bool) -> str:
+    words = [
+        f"epoch {row['epoch']}/{epochs}",
+        f"loss {row['train_loss']:.4f}",
+        f"accuracy {row['train_top1']:.1%}",
+    ]
+    for key in ("top1", "auroc", "nll"):
+        value = row.get(f"val_{key}")
+        if value is not None:
+            words.append(f"val {key} {value:.4f}")
+    words.append(f"lr {row['lr']:.2e}")
+    words.append(f"{row['images_per_second']:.0f} images/s")
+    return "  ".join(words) + ("  (best)" if is_best else "")
