@@ -22,6 +22,7 @@ from vision_rope.config import (
     load_config,
     to_yaml,
 )
+from vision_rope.data.randomness import derive_seed
 from vision_rope.losses import create_loss
 from vision_rope.optimization import create_optimizer, create_schedule
 from vision_rope.parallel import Distributed, choose_device, choose_precision, distributed
@@ -189,7 +190,7 @@ class Trainer:
                 seed_everything(self.config.seed, self.world.rank, epoch)
             targets = labels
             if self.mixing is not None:
-                images, targets = self.mixing(images, labels)
+                images, targets = self.mixing(images, labels, derive_seed(self.config.seed, epoch, index))
             group = min(accumulate, len(loader) - index // accumulate * accumulate)
             is_update = (index + 1) % accumulate == 0 or index + 1 == len(loader)
             with self._gradients_stay_local(not is_update):
@@ -249,7 +250,8 @@ class Trainer:
 
     def evaluate_sizes(self) -> Path | None:
         """Sweep the best weights over `evaluation.sizes`; prints the table and returns the figure's path."""
-        from vision_rope.evaluate import evaluate, format_table
+        from vision_rope.evaluate import evaluate
+        from vision_rope.results import format_table
 
         run = self.config.run
         rows, files = evaluate(
@@ -265,7 +267,7 @@ class Trainer:
         return figures[0] if figures else None
 
     def _validate(self, epoch: int) -> Row:
-        from vision_rope.evaluate import measure
+        from vision_rope.measure import measure
 
         model = self.model if self.ema is None else self.ema.module
         precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
@@ -377,9 +379,9 @@ class Trainer:
 
 def seed_everything(*parts: int) -> None:
     """Seed torch, numpy and Python by numbers, so that different numbers give unrelated streams."""
-    seed = int(np.random.SeedSequence(parts).generate_state(1)[0])
+    seed = derive_seed(*parts)
     torch.manual_seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
