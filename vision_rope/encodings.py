@@ -12,11 +12,11 @@ from vision_rope.positions import grid_positions
 class Sinusoidal(nn.Module):
     """Fixed sines and cosines of row and column, added to patch embeddings; defined for any grid.
 
-    A quarter of the channels each: sine of the row, cosine of the row, sine of the column, cosine of the column. It has
-    no state, and no cast or move changes it.
+    A quarter of the channels each, in timm's order: sines of the row, of the column, cosines of the row, of the column.
+    It has no state, and no cast or move changes it.
 
     Raises: ValueError where embed_dim is not a multiple of 4.
-    Source: Vaswani et al. (arXiv 1706.03762), section 3.5, an axis at a time as in MoCo v3 (arXiv 2104.02057).
+    Source: Vaswani et al. (arXiv 1706.03762), section 3.5; an axis at a time as in MoCo v3 (arXiv 2104.02057).
     """
 
     def __init__(self, embed_dim: int, base: float = 10000.0) -> None:
@@ -35,11 +35,8 @@ class Sinusoidal(nn.Module):
         positions = grid_positions(h, w, device=device)
         rungs = ladder(self.embed_dim // 4, self.base)
         rungs = rungs.to(device=positions.device, dtype=torch.float32 if positions.is_mps else torch.float64)
-        parts = []
-        for axis in (0, 1):
-            angle = angles(positions[:, axis, None], rungs[None])
-            parts += [angle.sin(), angle.cos()]
-        return torch.cat(parts, dim=-1).float()
+        angle = torch.cat([angles(positions[:, axis, None], rungs[None]) for axis in (0, 1)], dim=-1)
+        return torch.cat((angle.sin(), angle.cos()), dim=-1).float()
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, base={self.base:g}"

@@ -28,8 +28,10 @@ def grid_positions(*size: int, device: torch.device | str | None = None) -> Tens
     return _mesh([torch.arange(length, dtype=torch.float32, device=device) for length in size])
 
 
-def rescaled_positions(*size: int, reference: Sequence[int], device: torch.device | str | None = None) -> Tensor:
-    """Index positions stretched, an axis at a time, to the range of a reference grid: index * reference / size.
+def rescaled_positions(
+    *size: int, reference: Sequence[int], offset: float = 0.0, device: torch.device | str | None = None
+) -> Tensor:
+    """Index positions stretched, an axis at a time, to the range of a reference grid: (index + offset) * reference / size.
 
     Shapes: size (h, w) -> (h * w, 2); reference has one length an axis.
     Raises: ValueError where size and reference disagree in their number of axes.
@@ -42,7 +44,7 @@ def rescaled_positions(*size: int, reference: Sequence[int], device: torch.devic
             "give one reference length for each axis"
         )
     axes = [
-        torch.arange(length, dtype=torch.float32, device=device) * (wanted / length)
+        (torch.arange(length, dtype=torch.float32, device=device) + offset) * (wanted / length)
         for length, wanted in zip(size, reference, strict=True)
     ]
     return _mesh(axes)
@@ -139,7 +141,7 @@ class Coordinates:
     Attributes:
         reference: stretch indices to this grid (EVA-02); None leaves them.
         normalize: cell centres in [-1, 1] instead of indices (DINOv3); None leaves indices.
-        offset: added to every index (Perception Encoder begins at 1, since its class token sits at 0).
+        offset: added to every index, before it is stretched (Perception Encoder begins at 1, since its class token sits at 0).
         shift, jitter, rescale: augmentation in training, see `augment_positions`.
     """
 
@@ -167,7 +169,7 @@ class Coordinates:
         if self.normalize is not None:
             return centred_positions(*size, normalize=self.normalize, device=device)
         if self.reference is not None:
-            return rescaled_positions(*size, reference=self.reference, device=device) + self.offset
+            return rescaled_positions(*size, reference=self.reference, offset=self.offset, device=device)
         return grid_positions(*size, device=device) + self.offset
 
     def augment(self, positions: Tensor, generator: torch.Generator | None = None) -> Tensor:

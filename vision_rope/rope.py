@@ -226,15 +226,20 @@ def extend(rope: Rope, method: str, *, train_size: Sequence[int], size: Sequence
     return extended
 
 
-def _axial_ladders(head_dim: int, base: float, *, columns_first: bool, scale: float = 1.0) -> tuple[Ladder, Ladder]:
-    """Ladders of (h, w): one axis turns the first half of the pairs, the other axis the second half."""
+def _axial_ladders(
+    head_dim: int, base: float, *, columns_first: bool, scale: float = 1.0, rungs: int | None = None
+) -> tuple[Ladder, Ladder]:
+    """Ladders of (h, w): one axis turns the first half of the pairs, the other axis the second half.
+
+    A ladder of an axis has head_dim / 4 rungs, unless told otherwise.
+    """
     check_head_dim(head_dim, axes=2)
     quarter = head_dim // 4
     first, second = tuple(range(quarter)), tuple(range(quarter, 2 * quarter))
     rows, columns = (second, first) if columns_first else (first, second)
     return (
-        Ladder(base=base, pairs=quarter, slots=rows, scale=scale),
-        Ladder(base=base, pairs=quarter, slots=columns, scale=scale),
+        Ladder(base=base, pairs=rungs or quarter, slots=rows, scale=scale),
+        Ladder(base=base, pairs=rungs or quarter, slots=columns, scale=scale),
     )
 
 
@@ -343,7 +348,9 @@ def _dinov3(
     num_heads: int,
     depth: int,
     *,
-    base: float = 100.0,
+    base: float | None = None,
+    min_period: float | None = None,
+    max_period: float | None = None,
     normalize: Normalize = "separate",
     shift: float | None = None,
     jitter: float | None = None,
@@ -352,11 +359,32 @@ def _dinov3(
 ) -> Rope:
     """Two axes, cell centres in [-1, 1], periods base ** (i / pairs); positions can be augmented in training.
 
+    The periods of an axis are given by base (100 when nothing is given), or run from min_period to max_period.
+
     Pairs: the first half with the row, the second with the column.
     Compatible with: DINOv3 (its training has rescale=2), timm's vit_*_patch16_dinov3.
     Source: Simeoni et al., DINOv3 (arXiv 2508.10104), section on positional embedding.
     """
-    ladders = _axial_ladders(head_dim, base, columns_first=False, scale=2 * torch.pi)
+    check_head_dim(head_dim, axes=2)
+    if min_period is None and max_period is None:
+        ladders = _axial_ladders(head_dim, 100.0 if base is None else base, columns_first=False, scale=2 * torch.pi)
+    elif base is not None or min_period is None or max_period is None:
+        raise ValueError(
+            f"base is {base}, min_period {min_period}, max_period {max_period}; give either base or both periods"
+        )
+    elif not 0 < min_period < max_period or head_dim < 8:
+        raise ValueError(
+            f"min_period is {min_period} and max_period {max_period} with head_dim {head_dim}; periods must be positive, "
+            "the first the smaller one, and head_dim at least 8"
+        )
+    else:
+        ladders = _axial_ladders(
+            head_dim,
+            max_period / min_period,
+            columns_first=False,
+            scale=2 * torch.pi / min_period,
+            rungs=head_dim // 4 - 1,
+        )
     coordinates = Coordinates(normalize=normalize, shift=shift, jitter=jitter, rescale=rescale)
     return Rope(
         head_dim=head_dim,

@@ -149,7 +149,9 @@ class PositionedModel(nn.Module):
     pos_embed: nn.Parameter | None
     cls_token: nn.Parameter | None
     reg_token: nn.Parameter | None
+    patch_drop: nn.Module
     pos_drop: nn.Module
+    norm_pre: nn.Module
     norm: nn.Module
     num_prefix_tokens: int
 
