@@ -96,9 +96,7 @@ def test_a_certain_and_right_model_is_calibrated_and_a_certain_and_wrong_one_is_
     # Certain (exactly 1) and unsure within the last bin cancel only where the bin is closed at 1.
     logits = torch.tensor([[200.0, 0.0], [2.8, 0.0]])
     confidence = 1 / (1 + math.exp(-2.8))
-    assert measured(logits, torch.tensor([1, 0]))["ece"] == pytest.approx(
-        (1 + confidence) / 2 - 0.5, abs=1e-6
-    )
+    assert measured(logits, torch.tensor([1, 0]))["ece"] == pytest.approx((1 + confidence) / 2 - 0.5, abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -62,16 +62,12 @@ class ClassificationMetrics:
         """
         device = self._metrics["counts"].device
         # A rank without images still takes part in the gathering and needs states of the right dtype for it.
-        self._add(
-            torch.zeros(0, self.num_classes, device=device), torch.zeros(0, dtype=torch.long, device=device)
-        )
+        self._add(torch.zeros(0, self.num_classes, device=device), torch.zeros(0, dtype=torch.long, device=device))
         hits, top5_hits, images_per_class = self._metrics["counts"].compute().tolist()
         images = sum(images_per_class)
         if images == 0:
             raise ValueError("no image was counted: the data set or the split is empty")
-        per_class = [
-            hit / total if total else math.nan for hit, total in zip(hits, images_per_class, strict=True)
-        ]
+        per_class = [hit / total if total else math.nan for hit, total in zip(hits, images_per_class, strict=True)]
 
         result: dict[str, float | int | list[float]] = {"top1": sum(hits) / images}
         if self.num_classes > 5:
@@ -105,8 +101,7 @@ class ClassificationMetrics:
         outside = labels[(labels < 0) | (labels >= self.num_classes)]
         if len(outside):
             raise ValueError(
-                f"labels hold {int(outside[0])}, outside the {self.num_classes} classes "
-                f"0..{self.num_classes - 1}"
+                f"labels hold {int(outside[0])}, outside the {self.num_classes} classes 0..{self.num_classes - 1}"
             )
 
     def _add(self, logits: Tensor, labels: Tensor) -> None:

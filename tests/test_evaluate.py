@@ -1,0 +1,512 @@
+"""Sweeps over sizes and methods: figures against direct forward passes, files read back, mistakes named."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import vision_rope
+from vision_rope.checkpoint import build_model, save_weights
+from vision_rope.config import DataConfig, EvaluationConfig, ModelConfig, TrainConfig, to_yaml
+from vision_rope.data import create_loader, eval_transform, open_dataset
+from vision_rope.evaluate import check_sizes, evaluate, parse_size, parse_sizes, sweep
+from vision_rope.measure import measure
+from vision_rope.metrics import ClassificationMetrics
+from vision_rope.results import format_table, write_results
+
+TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+NORM = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}
+
+
+class Pictures:
+    """Eleven random pictures of three classes in two shapes, in memory."""
+
+    classes = ("a", "b", "c")
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        shape = (3, 40, 50) if index % 2 else (3, 60, 40)
+        return torch.randint(256, shape, dtype=torch.uint8, generator=generator), index % 3
+
+
+def tiny_model(position: str = "rope-vit-axial", num_classes: int = 3) -> nn.Module:
+    torch.manual_seed(1)
+    model = vision_rope.create_model("vit_tiny_patch16_224", position, num_classes=num_classes, **TINY)
+    # Fresh position embeddings and heads are so small that every size would give the same answers.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model
+
+
+def swept(model: nn.Module, dataset: object, **changes: object) -> list[dict]:
+    options: dict = {
+        "sizes": [(32, 32), (48, 32), (64, 64)],
+        "methods": ["none", "interpolate", "ntk", "yarn"],
+        "train_size": (32, 32),
+        "patch_size": (8, 8),
+        "device": torch.device("cpu"),
+        "batch_size": 4,
+        "num_workers": 0,
+        "progress": False,
+        **NORM,
+        **changes,
+    }
+    return sweep(model, dataset, **options)
+
+
+@pytest.fixture(scope="session")
+def imagenette(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six training and four validation photographs of each of seven classes."""
+    folder = tmp_path_factory.mktemp("imagenette")
+    taken: Counter[str] = Counter()
+    with tarfile.open(shared_data / "imagenette224_small.tar") as tar:
+        for member in tar:
+            group = member.name.rpartition("/")[0]
+            if member.isfile() and taken[group] < (6 if group.startswith("train") else 4):
+                taken[group] += 1
+                tar.extract(member, folder, filter="data")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("224", (224, 224)), ("192x256", (192, 256)), (" 64 ", (64, 64)), ("8 x 16", (8, 16))]
+)
+def test_sizes_are_rows_by_columns(text: str, size: tuple[int, int]) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "64x", "-64", "64.0", "64x64x3", "0", "64x0", "large"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"must be one number .* or rows x columns") as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_lists_of_sizes() -> None:
+    assert parse_sizes("64,96,192x256,64") == [(64, 64), (96, 96), (192, 256)]
+    assert parse_sizes(["64", "8x16"]) == [(64, 64), (8, 16)]
+    with pytest.raises(ValueError, match="size is ''"):
+        parse_sizes("64,")
+    with pytest.raises(ValueError, match="sizes is empty"):
+        parse_sizes([])
+
+
+@pytest.mark.parametrize(
+    ("size", "nearest"),
+    [((79, 79), "64 and 80"), ((222, 222), "208 and 224"), ((79, 96), "64x96 and 80x96"), ((9, 9), "are 16$")],
+)
+def test_sizes_that_the_patch_does_not_divide_are_refused_with_the_nearest(size: tuple[int, int], nearest: str) -> None:
+    """Failure class 17."""
+    with pytest.raises(ValueError, match=f"not divisible by the patch size 16; .* {nearest}"):
+        check_sizes([(64, 64), size], (16, 16))
+
+
+def test_wrong_sizes_and_methods_are_refused_before_any_image_is_read() -> None:
+    """Failure class 17."""
+
+    class Untouchable(Pictures):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            raise AssertionError("an image was read")
+
+    with pytest.raises(ValueError, match="size 79 is not divisible"):
+        swept(tiny_model(), Untouchable(), sizes=[(64, 64), (79, 79)])
+    with pytest.raises(ValueError, match=r"'interpolat'.*did you mean 'interpolate'"):
+        swept(tiny_model(), Untouchable(), methods=["interpolat"])
+
+
+def test_measure_equals_direct_forward_passes_and_keeps_the_mode() -> None:
+    model = tiny_model().train()
+    dataset = Pictures()
+    loader = create_loader(
+        dataset, batch_size=4, transform=eval_transform((32, 48)), device="cpu", training=False, num_workers=0, **NORM
+    )
+    row = measure(model, loader, 3)
+    assert model.training
+    assert all(module.training for module in model.modules())
+
+    metrics = ClassificationMetrics(3)
+    with torch.no_grad():
+        for images, labels in loader:
+            metrics.update(model.eval()(images), labels)
+    assert {key: row[key] for key in metrics.compute()} == metrics.compute()
+    assert row["images"] == 11
+    assert row["images_per_second"] > 0
+
+    with torch.no_grad():
+        model.head.bias[0] = torch.nan
+    with pytest.raises(ValueError, match="logits are not finite"):
+        measure(model.train(), loader, 3)
+    assert model.training
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can be reset on Linux alone")
+def test_peak_memory_is_that_of_the_forward_pass() -> None:
+    class Hungry(nn.Module):
+        def __init__(self, megabytes: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2))
+            self.megabytes = megabytes
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.ones(self.megabytes * 250_000).sum()
+            return torch.zeros(len(x), 2)
+
+    batches = [(torch.zeros(2, 3, 8, 8), torch.tensor([0, 1]))]
+    peaks = [measure(Hungry(megabytes), batches, 2)["peak_memory_mb"] for megabytes in (200, 0, 200)]
+    if peaks[0] is None:
+        pytest.skip("this kernel does not let a process reset its peak")
+    assert peaks[0] - peaks[1] == pytest.approx(200, abs=40)
+    assert peaks[2] - peaks[1] == pytest.approx(200, abs=40)
+
+
+def test_every_row_equals_a_direct_evaluation_with_that_method_at_that_size() -> None:
+    model, dataset = tiny_model(), Pictures()
+    rows = swept(model, dataset)
+    assert [(row["size"], row["method"]) for row in rows] == [
+        (size, method) for size in ("32", "48x32", "64") for method in ("none", "interpolate", "ntk", "yarn")
+    ]
+    figures = set()
+    for row in rows:
+        loader = create_loader(
+            dataset,
+            batch_size=11,
+            transform=eval_transform((row["height"], row["width"])),
+            device="cpu",
+            training=False,
+            num_workers=0,
+            **NORM,
+        )
+        fresh = vision_rope.set_extension(tiny_model(), row["method"], train_size=(4, 4)).eval()
+        expected = measure(fresh, loader, 3)
+        assert row["nll"] == pytest.approx(expected["nll"], rel=1e-5)
+        assert row["top1"] == expected["top1"]
+        assert row["per_class"] == dict(zip("abc", expected["per_class"], strict=True))
+        figures.add((row["size"], round(row["nll"], 6)))
+    # One figure at the training size, where no method changes anything; others differ by method.
+    assert len([size for size, _ in figures if size == "32"]) == 1
+    assert len([size for size, _ in figures if size == "64"]) == 4
+
+
+def test_crop_fraction_is_in_every_row_of_every_table(tmp_path: Path) -> None:
+    """Failure class 28."""
+    rows = swept(tiny_model(), Pictures(), crop_pct=0.875, methods=["pitch", "ntk"])
+    assert {row["crop_pct"] for row in rows} == {0.875}
+    assert {row["crop"] for row in rows} == {"resized to cover size / 0.875, centre crop, bicubic"}
+    table = format_table(rows).split("\n\n")[1].splitlines()
+    assert table[0].split()[:3] == ["size", "method", "crop_pct"]
+    assert {line.split()[2] for line in table[1:]} == {"0.875"}
+    write_results(rows, tmp_path)
+    with (tmp_path / "evaluation.csv").open(newline="") as file:
+        assert {row["crop_pct"] for row in csv.DictReader(file)} == {"0.875"}
+
+
+def test_crop_fraction_changes_what_is_seen() -> None:
+    whole, part = (swept(tiny_model(), Pictures(), sizes=[(32, 32)], crop_pct=crop)[0]["nll"] for crop in (1.0, 0.5))
+    assert whole != pytest.approx(part, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("position", "meaningless"),
+    [
+        ("learned", ["interpolate", "ntk", "yarn"]),
+        ("none", ["interpolate", "ntk", "yarn"]),
+        ("rope-vit-mixed", ["ntk", "yarn"]),
+        ("dinov3", ["interpolate", "ntk", "yarn"]),
+        ("rope-vit-axial", []),
+    ],
+)
+def test_a_method_without_meaning_shows_its_reason_in_its_row(position: str, meaningless: list[str]) -> None:
+    rows = swept(tiny_model(position), Pictures(), sizes=[(48, 32)], methods=["interpolate", "ntk", "yarn"])
+    assert [row["method"] for row in rows] == ["none", "interpolate", "ntk", "yarn"]
+    table = format_table(rows)
+    for row in rows:
+        assert (row["reason"] is not None) == (row["method"] in meaningless)
+        assert (row["nll"] is None) == (row["per_class"] is None) == (row["method"] in meaningless)
+        if row["reason"]:
+            assert f"{row['method']} means nothing" in row["reason"]
+            assert row["reason"] in table
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_is_left_without_extension_and_in_its_mode(fails: bool) -> None:
+    class Broken(Pictures):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            if index == 9:
+                raise OSError("picture 9 is broken")
+            return super().__getitem__(index)
+
+    model = tiny_model().train()
+    if fails:
+        with pytest.raises(OSError, match="picture 9"):
+            swept(model, Broken())
+    else:
+        swept(model, Pictures())
+    assert model.training
+    assert model.extension is None
+
+
+def test_learned_absolute_positions_are_resampled_as_timm_does() -> None:
+    model, dataset = tiny_model("learned"), Pictures()
+    twin = timm.create_model("vit_tiny_patch16_224", num_classes=3, dynamic_img_size=True, **TINY).eval()
+    twin.load_state_dict(model.state_dict())
+    sizes = [(32, 32), (64, 48)]
+    ours, theirs = swept(model, dataset, sizes=sizes), swept(twin, dataset, sizes=sizes, methods=["none"])
+    ours = [row for row in ours if row["method"] == "none"]
+    assert [row["nll"] for row in ours] == pytest.approx([row["nll"] for row in theirs], rel=1e-6)
+    assert ours[0]["nll"] != pytest.approx(ours[1]["nll"], rel=1e-3)
+
+
+def test_a_timm_model_of_a_fixed_size_is_refitted_and_left_as_it_was() -> None:
+    torch.manual_seed(1)
+    fixed = timm.create_model("vit_tiny_patch16_224", num_classes=3, **TINY)
+    dynamic = timm.create_model("vit_tiny_patch16_224", num_classes=3, dynamic_img_size=True, **TINY)
+    dynamic.load_state_dict(fixed.state_dict())
+    before = fixed.pos_embed.clone()
+    rows, expected = (swept(model, Pictures(), methods=["none"]) for model in (fixed, dynamic))
+    assert [row["nll"] for row in rows] == pytest.approx([row["nll"] for row in expected], rel=1e-6)
+    torch.testing.assert_close(fixed.pos_embed, before, rtol=0, atol=0)
+
+
+def test_files_hold_the_rows(tmp_path: Path) -> None:
+    class TwoOfThree(Pictures):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            image, label = super().__getitem__(index)
+            return image, label % 2
+
+    rows = swept(tiny_model("rope-vit-mixed"), TwoOfThree(), about={"model": "tiny, with a comma", "weights": "best"})
+    paths = write_results(rows, tmp_path / "new" / "folder")
+    assert [path.name for path in paths] == ["evaluation.csv", "evaluation.json", "per_class.csv", "evaluation.png"]
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    assert json.loads(paths[1].read_text(), parse_constant=refuse) == rows
+    assert rows[0]["per_class"]["c"] is None
+
+    with paths[0].open(newline="") as file:
+        read = list(csv.DictReader(file))
+    flat = [{key: value for key, value in row.items() if key != "per_class"} for row in rows]
+    assert read == [{key: "" if value is None else str(value) for key, value in row.items()} for row in flat]
+
+    with paths[2].open(newline="") as file:
+        read = list(csv.DictReader(file))
+    expected = [
+        {"size": row["size"], "method": row["method"], "class": name, "accuracy": "" if share is None else str(share)}
+        for row in rows
+        if row["per_class"]
+        for name, share in row["per_class"].items()
+    ]
+    assert read == expected
+    assert paths[3].read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_classes_have_auroc_and_one_class_alone_leaves_it_empty() -> None:
+    class Two(Pictures):
+        classes = ("good", "bad")
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            image, label = super().__getitem__(index)
+            return image, min(label, 1)
+
+    class One(Two):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            return super().__getitem__(index)[0], 1
+
+    row = swept(tiny_model(num_classes=2), Two(), sizes=[(32, 32)], methods=["none"])[0]
+    assert 0 <= row["auroc"] <= 1
+    assert "AUROC" in format_table([row])
+    assert "top5" not in row
+    assert swept(tiny_model(num_classes=2), One(), sizes=[(32, 32)], methods=["none"])[0]["auroc"] is None
+
+
+def make_run(folder: Path, source: str, classes: list[str], position: str = "rope-vit-axial") -> TrainConfig:
+    config = TrainConfig(
+        seed=5,
+        model=ModelConfig("vit_tiny_patch16_224", position, options={k: v for k, v in TINY.items() if k != "img_size"}),
+        data=DataConfig(source=source, size=32, mean=(0.4, 0.4, 0.4)),
+        evaluation=EvaluationConfig(crop_pct=0.9, sizes=["32", "32x48"], extend=["ntk"]),
+    )
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config))
+    model = build_model(config, len(classes))
+    save_weights(folder / "best.safetensors", model.state_dict(), {"classes": classes})
+    return config
+
+
+def test_a_run_folder_brings_its_data_sizes_and_settings(imagenette: Path, tmp_path: Path) -> None:
+    classes = open_dataset(f"folder:{imagenette}", "train").classes
+    folder = tmp_path / "run"
+    make_run(folder, f"folder:{imagenette}", classes)
+    rows, paths = evaluate(folder, num_workers=0, device="cpu", progress=False)
+    assert [(row["size"], row["method"]) for row in rows] == [
+        ("32", "none"),
+        ("32", "ntk"),
+        ("32x48", "none"),
+        ("32x48", "ntk"),
+    ]
+    assert {path.parent for path in paths} == {folder / "evaluation"}
+    facts = {key: rows[0][key] for key in ("crop_pct", "seed", "train_size", "weights", "position", "images")}
+    assert facts == {
+        "crop_pct": 0.9,
+        "seed": 5,
+        "train_size": "32",
+        "weights": "best",
+        "position": "rope-vit-axial",
+        "images": 28,
+    }
+    rows, paths = evaluate(
+        folder,
+        data=f"folder:{imagenette}",
+        split="train",
+        sizes="64",
+        extend="yarn",
+        crop_pct=1.0,
+        output=tmp_path / "out",
+        num_workers=0,
+        device="cpu",
+        progress=False,
+    )
+    assert [(row["size"], row["method"], row["images"], row["crop_pct"]) for row in rows] == [
+        ("64", "none", 42, 1.0),
+        ("64", "yarn", 42, 1.0),
+    ]
+    assert {path.parent for path in paths} == {tmp_path / "out"}
+
+
+def test_data_of_other_classes_is_refused(imagenette: Path, tmp_path: Path) -> None:
+    source = f"folder:{imagenette}"
+    classes = open_dataset(source, "train").classes
+    make_run(tmp_path / "fewer", source, classes[:-1])
+    with pytest.raises(ValueError, match="tells 6 classes apart, but the data has 7"):
+        evaluate(tmp_path / "fewer", num_workers=0, progress=False)
+    make_run(tmp_path / "other", source, classes[::-1])
+    with pytest.raises(ValueError, match=f"'{classes[-1]}' there is '{classes[0]}' here"):
+        evaluate(tmp_path / "other", num_workers=0, progress=False)
+
+
+def test_timms_own_rope_model_is_evaluated_and_methods_give_their_reason(
+    imagenette: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows, paths = evaluate(
+        "vit_small_patch16_rope_224",
+        data=f"folder:{imagenette}",
+        sizes="32,32x48",
+        extend=["ntk"],
+        model_options=TINY,
+        num_workers=0,
+        device="cpu",
+        progress=False,
+    )
+    assert [row["reason"] is None for row in rows] == [True, False, True, False]
+    assert rows[0]["position"] == "timm's own"
+    assert rows[0]["train_size"] == "32"
+    assert "top5" in rows[0]
+    assert format_table(rows).startswith("UNTRAINED WEIGHTS")
+    assert paths[0].resolve().parent == tmp_path / "evaluation-vit_small_patch16_rope_224"
+
+
+def test_checkpoints_of_timms_model_and_of_the_converted_one(imagenette: Path, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=7, **TINY)
+    save_weights(tmp_path / "timm.safetensors", model.state_dict(), {})
+    converted = vision_rope.add_position(model, "rope-vit-axial")
+    save_weights(tmp_path / "converted.safetensors", converted.state_dict(), {})
+
+    def nll(position: str | None, checkpoint: str | None) -> float:
+        rows, _ = evaluate(
+            "vit_tiny_patch16_224",
+            data=f"folder:{imagenette}",
+            sizes="32",
+            position=position,
+            checkpoint=None if checkpoint is None else tmp_path / checkpoint,
+            model_options=TINY,
+            output=tmp_path / "out",
+            num_workers=0,
+            device="cpu",
+            progress=False,
+        )
+        assert ("UNTRAINED" in format_table(rows)) == (checkpoint is None)
+        return rows[0]["nll"]
+
+    assert nll("rope-vit-axial", "timm.safetensors") == nll("rope-vit-axial", "converted.safetensors")
+    assert nll(None, "timm.safetensors") != nll("rope-vit-axial", "timm.safetensors")
+    assert nll(None, None) == nll(None, None) != nll(None, "timm.safetensors")
+    with pytest.raises(ValueError, match="does not fit the model"):
+        nll(None, "converted.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "message"),
+    [
+        ("vit_small_patch16_rope_225", {"data": "elpv"}, "nearest timm model is vit_small_patch16_rope_224"),
+        ("vit_tiny_patch16_224", {}, "needs data"),
+        ("vit_tiny_patch16_224", {"data": "elpv", "weights": "last"}, "weights is 'last'"),
+        ("vit_tiny_patch16_224", {"data": "elpv", "crop_pct": 87.5}, "crop_pct is 87.5"),
+        ("vit_tiny_patch16_224", {"data": "elpv", "batch_size": 0}, "batch_size is 0"),
+        ("vit_tiny_patch16_224", {"data": "elpv", "sizes": "big"}, "size is 'big'"),
+        ("vit_tiny_patch16_224", {"data": "elpv", "extend": "nkt"}, "did you mean 'ntk'"),
+        ("vit_tiny_patch16_224", {"data": "elpv", "pretrained": True, "checkpoint": "a"}, "exclude each other"),
+        (".", {"data": "elpv"}, "holds no config.yaml"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(target: str, arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(target, device="cpu", num_workers=0, progress=False, **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"position": "sam2"}, {"pretrained": True}, {"checkpoint": "a"}, {"model_options": {"depth": 1}}, {"seed": 1}],
+)
+def test_a_run_folder_takes_no_arguments_of_timm_models(tmp_path: Path, arguments: dict) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    with pytest.raises(ValueError, match="is a run folder, which has its own"):
+        evaluate(tmp_path, **arguments)
+
+
+def test_options_of_timm_models_are_checked(imagenette: Path) -> None:
+    for options, message in (({"depht": 2}, "cannot be built"), ({"num_classes": 3}, "comes from the data")):
+        with pytest.raises(ValueError, match=message):
+            evaluate("vit_tiny_patch16_224", data=f"folder:{imagenette}", model_options=options, device="cpu")
+
+
+def sweep_in_two_processes(rank: int, store: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    rows = swept(tiny_model(), Pictures(), rank=rank, world_size=2, batch_size=2)
+    # A rank without a single image takes part too.
+    metrics = ClassificationMetrics(2)
+    if rank == 0:
+        metrics.update(torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 2.0]]), torch.tensor([0, 1, 1]))
+    Path(folder, f"{rank}.json").write_text(json.dumps([rows, metrics.compute()]))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.integration
+def test_two_processes_count_each_of_eleven_images_once(tmp_path: Path) -> None:
+    """Failure class 25."""
+    torch.multiprocessing.spawn(sweep_in_two_processes, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    (first, metrics), second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert [first, metrics] == second
+    assert metrics["images"] == 3
+    assert metrics["auroc"] == 1.0
+    # The same images a forward pass as in two processes, since other batches round differently.
+    single = swept(tiny_model(), Pictures(), batch_size=1)
+    assert len(single) == len(first)
+    for one, two in zip(single, first, strict=True):
+        for key in one:
+            if key not in ("images_per_second", "peak_memory_mb"):
+                assert two[key] == (pytest.approx(one[key], rel=1e-12) if key in ("nll", "ece") else one[key]), key

@@ -1,0 +1,205 @@
+"""The command `vision-rope`: train, evaluate, presets."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+# The rooms behind the commands load torch and timm, which takes seconds; they are imported where they are used, so
+# that --help and mistyped flags answer at once.
+
+EXAMPLES = """examples:
+  vision-rope train --config configs/default.yaml
+  vision-rope evaluate runs/default --sizes 64,96,128,192x256 --extend none,interpolate,ntk,yarn
+  vision-rope evaluate vit_small_patch16_rope_224 --pretrained --data folder:imagenet --sizes 224,288,384
+  vision-rope presets
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that names the nearest valid flag or command and prints one sentence without the usage block."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse what is left over, with the nearest valid flag."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            raise ValueError(self._explain(word, parsed))
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Hand argparse's complaint to `main`."""
+        if choice := re.match(r"argument COMMAND: invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            nearest = difflib.get_close_matches(choice[1], re.findall(r"\w+", choice[2]), n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            message = f"unknown command {choice[1]}: the commands are {choice[2]}{hint}".replace("'", "")
+        raise ValueError(message)
+
+    def _explain(self, word: str, parsed: Any) -> str:
+        if not word.startswith("-"):
+            return f"{word!r} is one argument too many; lists are written with commas and no spaces: 64,96,192x256"
+        flag = word.split("=")[0]
+        known = [name for name in parsed.parser._option_string_actions if name.startswith("--")]
+        nearest = difflib.get_close_matches(flag, known, n=1, cutoff=0.4)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        return f"unknown flag {flag}{hint} (vision-rope {parsed.command} --help lists all)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 2 for what the user can mend, 130 after Ctrl-C.
+
+    Mistakes are one sentence on stderr; --debug shows where they come from.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        if words[:1] == ["train"]:
+            return _train(words[1:])
+        parsed = _build_parser().parse_args(words or ["--help"])
+        return int(parsed.run(parsed))
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        if debug:
+            raise
+        print(f"vision-rope: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("vision-rope: interrupted", file=sys.stderr)
+        return 130
+
+
+def _build_parser() -> Parser:
+    parser = Parser(
+        prog="vision-rope",
+        description="Rotary position embedding for vision transformers: train, and evaluate at sizes never trained at.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    commands.add_parser("train", help="train a model from a YAML file and flags, then evaluate it", add_help=False)
+    _add_evaluate(commands)
+    presets = commands.add_parser(
+        "presets", help="list the presets of rotary position embedding", description="List the presets, a line each."
+    )
+    presets.set_defaults(run=_list_presets, parser=presets)
+    return parser
+
+
+def _add_evaluate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "evaluate",
+        help="evaluate a run folder or a timm model at several sizes, with context extension",
+        description="Evaluate a run folder or a timm model at several sizes, with and without context extension; "
+        "print a table and write evaluation.csv, evaluation.json, per_class.csv and evaluation.png.",
+    )
+    add = parser.add_argument
+    add("target", metavar="RUN_OR_TIMM_NAME", help="folder of a run, or a name such as vit_small_patch16_rope_224")
+    add("--data", help="elpv, folder:PATH or a timm dataset name [the run's own]")
+    add("--root", help="folder that timm dataset names are looked up in")
+    add("--split", help="name of the split [the validation split]")
+    add("--sizes", help="sizes in pixels: 64,96,192x256 (rows x columns) [the run's own, else the training size]")
+    add("--extend", help="none,interpolate,ntk,yarn,pitch [the run's own, else none]; none is always shown")
+    add("--out", help="folder for the results [RUN/evaluation or evaluation-NAME]")
+    add("--crop-pct", type=float, help="resize the short side to size / this, then crop the centre [the run's, else 1]")
+    add("--batch-size", type=int, help="images a forward pass [the run's own, else 64]")
+    add("--workers", type=int, default=2, help="loader processes [2]")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps [auto]")
+    add("--precision", default="auto", choices=["auto", "fp32", "bf16"], help="[auto: bf16 where it is fast]")
+    add("--no-progress", action="store_true", help="no progress bar")
+    run = parser.add_argument_group("run folders")
+    run.add_argument(
+        "--weights", default="best", choices=["best", "last", "ema"], help="which weights of the run [best]"
+    )
+    timm = parser.add_argument_group("timm models")
+    timm.add_argument("--pretrained", action="store_true", help="timm's own weights (downloaded on first use)")
+    timm.add_argument("--checkpoint", metavar="FILE", help="weights in a .safetensors file")
+    timm.add_argument(
+        "--position", help="convert the model to this position encoding (vision-rope presets, learned, ...)"
+    )
+    timm.add_argument(
+        "--option",
+        metavar="NAME=VALUE",
+        action="append",
+        help="option of timm.create_model; may be given several times",
+    )
+    timm.add_argument("--seed", type=int, help="seed of random weights, where no others are given [0]")
+    parser.set_defaults(run=_evaluate, parser=parser)
+
+
+def _train(words: Sequence[str]) -> int:
+    if "-h" in words or "--help" in words:
+        from vision_rope.config import help_text
+
+        print(help_text("vision-rope train"))
+        return 0
+    from vision_rope.trainer import main as train_main
+
+    return train_main(words)
+
+
+def _evaluate(parsed: Any) -> int:
+    options = _read_options(parsed.option or [])
+    from vision_rope.evaluate import evaluate, format_table
+
+    rows, paths = evaluate(
+        parsed.target,
+        data=parsed.data,
+        root=parsed.root,
+        split=parsed.split,
+        sizes=parsed.sizes,
+        extend=parsed.extend,
+        weights=parsed.weights,
+        checkpoint=parsed.checkpoint,
+        pretrained=parsed.pretrained,
+        position=parsed.position,
+        model_options=options,
+        crop_pct=parsed.crop_pct,
+        batch_size=parsed.batch_size,
+        num_workers=parsed.workers,
+        device=parsed.device,
+        precision=parsed.precision,
+        seed=parsed.seed,
+        output=parsed.out,
+        progress=not parsed.no_progress,
+    )
+    if paths:
+        print(format_table(rows))
+        print("\n" + "\n".join(f"wrote {path}" for path in paths))
+    return 0
+
+
+def _list_presets(parsed: Any) -> int:
+    from vision_rope.rope import presets
+
+    table = presets()
+    width = max(map(len, table))
+    for name, summary in table.items():
+        print(f"{name:<{width}}  {summary}")
+    return 0
+
+
+def _read_options(words: Sequence[str]) -> dict[str, Any]:
+    """Read NAME=VALUE with values in YAML, so that 64, true and [1, 2] are what they look like."""
+    import yaml
+
+    options = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--option {word} must be NAME=VALUE, for instance img_size=128")
+        try:
+            options[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"--option {word}: the value is not valid YAML") from None
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

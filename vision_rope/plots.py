@@ -1,0 +1,112 @@
+"""Figures of results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Okabe and Ito's colours, told apart by the colour-blind; in the order in which methods appear.
+COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "v", "D", "P", "X")
+PANELS = {
+    "top1": "accuracy",
+    "auroc": "AUROC",
+    "nll": "negative log-likelihood",
+    "ece": "calibration error (ECE)",
+}
+
+
+def plot_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+    """Draw the rows of a sweep over sizes: a panel a metric, a line a method, the training size marked.
+
+    The horizontal axis is the side of the square of the same area. Lines join square sizes; rectangles stand beside
+    them as hollow marks. AUROC is drawn where there are two classes.
+
+    Units: accuracy, AUROC and ECE 0..1, NLL in nats; sizes in pixels.
+    """
+    from matplotlib.figure import Figure
+
+    panels = [metric for metric in PANELS if any(row.get(metric) is not None for row in rows)] or ["top1"]
+    columns = 2 if len(panels) == 4 else len(panels)
+    lines = len(panels) // columns
+    figure = Figure(figsize=((4.5 if columns < 3 else 3.8) * columns, 3.1 * lines + 0.7), dpi=150, layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False)
+    series = _group_by_line(rows)
+    for panel, metric in zip(axes.flat, panels, strict=True):
+        for index, (label, members) in enumerate(series.items()):
+            # Later lines are thinner, so that equal values (below the training size) stay visible as nested marks.
+            scale = 1.0 - 0.5 * index / max(len(series) - 1, 1)
+            style = {
+                "color": COLORS[index % len(COLORS)],
+                "marker": MARKERS[index % len(MARKERS)],
+                "markersize": 8 * scale,
+                "linewidth": 2.6 * scale,
+            }
+            figures = [(_side(row), row[metric], row) for row in members if row.get(metric) is not None]
+            squares = sorted((side, value) for side, value, row in figures if row["height"] == row["width"])
+            oblongs = [(side, value) for side, value, row in figures if row["height"] != row["width"]]
+            panel.plot(*_columns(squares), label=label, **style)
+            panel.plot(*_columns(oblongs), **{**style, "linewidth": 0, "markerfacecolor": "none"})
+        _mark_sizes(panel, rows)
+        panel.set_title(PANELS[metric], fontsize=11)
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    oblong = any(row["height"] != row["width"] for row in rows)
+    note = "; hollow: rows x columns at the side of equal area" if oblong else ""
+    figure.supxlabel(f"image size (pixels){note}", fontsize=9)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5), frameon=False, fontsize=10)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _group_by_line(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Rows by method, and by position encoding or model too where they differ; rows without figures left out."""
+    known = [row for row in rows if not row.get("reason")]
+    differing = [key for key in ("model", "position") if len({row.get(key) for row in known}) > 1]
+    series: dict[str, list[Mapping[str, Any]]] = {}
+    for row in known:
+        method = "no extension" if row["method"] == "none" else row["method"]
+        label = ", ".join([*(str(row.get(key)) for key in differing), method])
+        series.setdefault(label, []).append(row)
+    return series
+
+
+def _side(row: Mapping[str, Any]) -> float:
+    return math.sqrt(row["height"] * row["width"])
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _mark_sizes(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Label the sizes, leaving out those that would overlap their neighbour, and draw the training size."""
+    sizes = {
+        _side(row): row["size"] for row in sorted(rows, key=lambda row: row["height"] != row["width"], reverse=True)
+    }
+    span = max(sizes) - min(sizes) or 1.0
+    ticks: list[float] = []
+    for side in sorted(sizes):
+        room = 0.05 + 0.02 * len(sizes[side])
+        if not ticks or (side - ticks[-1]) / span > room:
+            ticks.append(side)
+    panel.set_xticks(ticks, [sizes[side] for side in ticks], fontsize=9)
+    panel.tick_params(axis="y", labelsize=9)
+    for train_size in dict.fromkeys(row["train_size"] for row in rows):
+        height, _, width = str(train_size).partition("x")
+        side = math.sqrt(int(height) * int(width or height))
+        panel.axvline(side, color="0.6", linestyle="--", linewidth=1, zorder=0)
+        panel.annotate(
+            "trained",
+            (side, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -3),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+            color="0.4",
+        )

@@ -1,0 +1,93 @@
+"""Rows of an evaluation as a table for the terminal, CSV, JSON and a figure."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# One size and method: names of facts and figures -> values; None where there is no figure.
+Row = dict[str, Any]
+
+UNTRAINED = "untrained"
+# Metrics of a row in the order of the tables, with their headings.
+METRICS = {
+    "top1": "top-1",
+    "top5": "top-5",
+    "balanced_accuracy": "balanced",
+    "auroc": "AUROC",
+    "nll": "NLL",
+    "ece": "ECE",
+}
+
+
+def format_size(size: tuple[int, int]) -> str:
+    """Write (224, 224) as "224" and (192, 256) as "192x256"."""
+    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
+
+
+def write_results(rows: Sequence[Row], folder: str | Path) -> list[Path]:
+    """Write evaluation.csv, evaluation.json (null for what is missing), per_class.csv and evaluation.png."""
+    from vision_rope.plots import plot_evaluation
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / name for name in ("evaluation.csv", "evaluation.json", "per_class.csv", "evaluation.png")]
+    flat = [{key: value for key, value in row.items() if key != "per_class"} for row in rows]
+    _write_csv(paths[0], flat)
+    paths[1].write_text(json.dumps(list(rows), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    _write_csv(
+        paths[2],
+        [
+            {"size": row["size"], "method": row["method"], "class": name, "accuracy": accuracy}
+            for row in rows
+            for name, accuracy in (row["per_class"] or {}).items()
+        ],
+    )
+    plot_evaluation(rows, paths[3])
+    return paths
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """The rows as an aligned table for a terminal; a row without figures shows its reason."""
+    lines = []
+    if any(row.get("weights") == UNTRAINED for row in rows):
+        lines += ["UNTRAINED WEIGHTS: these figures are those of a random model; give --checkpoint or --pretrained"]
+    facts = ("model", "position", "weights", "data", "train_size", "images", "crop", "seed", "split_seed")
+    for fact in facts:
+        values = dict.fromkeys(str(row[fact]) for row in rows if row.get(fact) is not None)
+        if values:
+            lines.append(f"{fact.replace('_', ' '):<11}{'; '.join(values)}")
+    shown = {key: heading for key, heading in METRICS.items() if any(row.get(key) is not None for row in rows)}
+    shown |= {"images_per_second": "images/s", "peak_memory_mb": "MB"}
+    cells = [["size", "method", "crop_pct", *shown.values()]]
+    for row in rows:
+        figures = [row["reason"]] if row["reason"] else [_format_figure(key, row[key]) for key in shown]
+        cells.append([row["size"], row["method"], f"{row['crop_pct']:g}", *figures])
+    full = [line for line in cells if len(line) == len(cells[0])]
+    widths = [max(len(line[column]) for line in full) for column in range(len(cells[0]))]
+    widths[1] = max(len(line[1]) for line in cells)
+    lines.append("")
+    for line in cells:
+        left = [cell.ljust(width) for cell, width in zip(line[:2], widths, strict=False)]
+        right = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=False)]
+        lines.append("  ".join(left + right).rstrip())
+    return "\n".join(lines)
+
+
+def _format_figure(key: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if key == "peak_memory_mb" or (key == "images_per_second" and value >= 100):
+        return f"{value:.0f}"
+    return f"{value:.3g}" if key == "images_per_second" else f"{value:.3f}"
+
+
+def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        if rows:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)

@@ -1,0 +1,200 @@
+"""What an evaluation is about: a run folder or a timm model, with its data and its own settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vision_rope.checkpoint import load_run, load_strictly, load_weights
+from vision_rope.config import DataConfig
+from vision_rope.data import open_dataset
+from vision_rope.results import UNTRAINED
+
+
+@dataclass(frozen=True)
+class Target:
+    """A classifier with the data it is evaluated on and the settings it brings along.
+
+    Attributes:
+        model: the classifier, on its device.
+        dataset: pairs of a uint8 image (3, h, w) and a label, with `classes`.
+        data: where the images come from, interpolation, mean and std.
+        about: facts for the tables: model, position, weights, data, split_seed.
+        train_size: training size in pixels (rows, columns).
+        output: folder for the results.
+        sizes: sizes to evaluate where none are asked for; empty means the training size.
+        methods: extension methods where none are asked for.
+        crop_pct: the short side is resized to size / crop_pct before the centre crop.
+        batch_size: images a forward pass.
+        seed: seed of the training, or of the first weights where there was none.
+    """
+
+    model: nn.Module
+    dataset: Any
+    data: DataConfig
+    about: dict[str, str | int]
+    train_size: tuple[int, int]
+    output: Path
+    sizes: list[str] = field(default_factory=list)
+    methods: list[str] = field(default_factory=lambda: ["none"])
+    crop_pct: float = 1.0
+    batch_size: int = 64
+    seed: int = 0
+
+
+def open_run(folder: Path, *, data: DataConfig, weights: str, device: torch.device) -> Target:
+    """Open the model of a run folder on `data`, normalised and resized as in training.
+
+    Raises: ValueError where the data has other classes than the run.
+    """
+    run = load_run(folder, weights=weights, device=device)
+    own, settings = run.config.data, run.config.evaluation
+    data = replace(data, interpolation=own.interpolation, mean=own.mean, std=own.std)
+    dataset = _open(data)
+    _check_classes(run.classes, list(dataset.classes), str(folder))
+    return Target(
+        model=run.model,
+        dataset=dataset,
+        data=data,
+        about={
+            "model": run.config.model.name,
+            "position": run.config.model.position,
+            "weights": weights,
+            "data": data.source,
+            "split_seed": data.split_seed,
+        },
+        train_size=(own.size, own.size) if isinstance(own.size, int) else (own.size[0], own.size[1]),
+        output=folder / "evaluation",
+        sizes=settings.sizes,
+        methods=settings.extend,
+        crop_pct=settings.crop_pct,
+        batch_size=settings.batch_size or run.config.batch_size,
+        seed=run.config.seed,
+    )
+
+
+def open_timm(
+    name: str,
+    *,
+    data: DataConfig,
+    checkpoint: str | Path | None = None,
+    pretrained: bool = False,
+    position: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    device: torch.device,
+    seed: int = 0,
+) -> Target:
+    """Build a timm model, converted to `position` where one is given, with the normalisation of its
+    pretrained_cfg.
+
+    Weights come from timm (`pretrained`), from a .safetensors file of timm's model or of the converted one
+    (`checkpoint`), or from chance.
+
+    Raises: ValueError for an unknown name or option, weights that do not fit, data with another number of
+    classes.
+    """
+    import timm
+
+    if not timm.is_model(name):
+        nearest = difflib.get_close_matches(name, timm.list_models(), n=1)
+        hint = f"; the nearest timm model is {nearest[0]}" if nearest else ""
+        raise ValueError(f"{name!r} is neither a run folder nor a timm model{hint}")
+    if pretrained and checkpoint:
+        raise ValueError("pretrained and checkpoint exclude each other; give one of them")
+    known = timm.get_pretrained_cfg(name)
+    settings = dataclasses.asdict(known) if known else {}
+    data = replace(data, mean=tuple(settings.get("mean", data.mean)), std=tuple(settings.get("std", data.std)))
+    if settings.get("interpolation") in ("bilinear", "bicubic"):
+        data = replace(data, interpolation=settings["interpolation"])
+    dataset = _open(data)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _build_timm(name, len(dataset.classes), pretrained, dict(options or {}))
+        model = _load_and_convert(model, checkpoint, position)
+    built_for = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    height, width = built_for or settings.get("input_size", (3, 224, 224))[1:]
+    return Target(
+        model=model.to(device).eval(),
+        dataset=dataset,
+        data=data,
+        about={
+            "model": name,
+            "position": position or "timm's own",
+            "weights": Path(checkpoint).name if checkpoint else "pretrained" if pretrained else UNTRAINED,
+            "data": data.source,
+            "split_seed": data.split_seed,
+        },
+        train_size=(height, width),
+        output=Path(f"evaluation-{name.replace('/', '-')}"),
+        seed=seed,
+    )
+
+
+def _build_timm(name: str, num_classes: int, pretrained: bool, options: dict[str, Any]) -> nn.Module:
+    import timm
+
+    if "num_classes" in options:
+        raise ValueError("model options hold num_classes, but it comes from the data; take it out")
+    # timm would give a pretrained model of other classes a random head without a word.
+    fixed = options if pretrained else {**options, "num_classes": num_classes}
+    try:
+        try:
+            model = timm.create_model(name, pretrained=pretrained, **fixed, dynamic_img_size=True)
+        except TypeError as error:
+            if "dynamic_img_size" not in str(error):
+                raise
+            model = timm.create_model(name, pretrained=pretrained, **fixed)
+    except (TypeError, RuntimeError, AssertionError) as error:
+        raise ValueError(f"{name} cannot be built with options {options}: {error}") from error
+    if model.num_classes != num_classes:
+        raise ValueError(
+            f"{name} with its pretrained weights tells {model.num_classes} classes apart, but the data has "
+            f"{num_classes}; evaluate it on the data it was trained for, or train it on this data"
+        )
+    return model
+
+
+def _load_and_convert(model: nn.Module, checkpoint: str | Path | None, position: str | None) -> nn.Module:
+    """Weights whose names are those of timm's model are loaded before the conversion, others after it."""
+    import vision_rope
+
+    state = load_weights(checkpoint)[0] if checkpoint else None
+    if state is not None and (position is None or set(state) == set(model.state_dict())):
+        load_strictly(model, state, str(checkpoint))
+        state = None
+    if position is not None:
+        model = vision_rope.add_position(model, position)
+    if state is not None:
+        load_strictly(model, state, str(checkpoint))
+    return model
+
+
+def _open(data: DataConfig) -> Any:
+    return open_dataset(
+        data.source,
+        "validation",
+        root=data.root,
+        train_split=data.train_split,
+        val_split=data.val_split,
+        val_fraction=data.val_fraction,
+        split_seed=data.split_seed,
+        download=data.download,
+    )
+
+
+def _check_classes(own: Sequence[str], found: Sequence[str], name: str) -> None:
+    if len(own) != len(found):
+        raise ValueError(f"{name} tells {len(own)} classes apart, but the data has {len(found)}; give other data")
+    for mine, theirs in zip(own, found, strict=True):
+        if mine != theirs:
+            raise ValueError(
+                f"{name} was trained on other classes than the data has: {mine!r} there is {theirs!r} here; rename "
+                "the classes of the data or give other data"
+            )
