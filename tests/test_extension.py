@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import vision_rope as vr
 from vision_rope.extension import EXTENSIONS
-from vision_rope.rope import PRESETS
+from vision_rope.rope_presets import PRESETS
 
 UNBOUNDED = [name for name in PRESETS if not vr.preset(name, head_dim=16).coordinates.bounded]
 BOUNDED = [name for name in PRESETS if name not in UNBOUNDED]

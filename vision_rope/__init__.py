@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from vision_rope.attention import attend
     from vision_rope.convert import add_position, create_model, set_extension
     from vision_rope.positions import augment_positions, centred_positions, grid_positions, with_prefix
-    from vision_rope.rope import Rope, extend, preset, presets
+    from vision_rope.rope import Rope, extend
+    from vision_rope.rope_presets import preset, presets
     from vision_rope.rotation import Rotation, pairing_permutation, rotate, rotate_qkv
 
 __version__ = "0.1.0"
@@ -21,7 +22,8 @@ _HOMES = {
     "positions": ("augment_positions", "centred_positions", "grid_positions", "with_prefix"),
     "rotation": ("Rotation", "pairing_permutation", "rotate", "rotate_qkv"),
     "attention": ("attend",),
-    "rope": ("Rope", "extend", "preset", "presets"),
+    "rope": ("Rope", "extend"),
+    "rope_presets": ("preset", "presets"),
     "convert": ("add_position", "create_model", "set_extension"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

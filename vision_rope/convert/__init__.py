@@ -17,7 +17,8 @@ from torch import nn
 from vision_rope.convert import vision_transformer
 from vision_rope.convert.vision_transformer import PositionedModel
 from vision_rope.encodings import ENCODINGS
-from vision_rope.rope import PRESETS, Rope
+from vision_rope.rope import Rope
+from vision_rope.rope_presets import PRESETS
 
 FAMILIES: dict[type[nn.Module], Callable[..., PositionedModel]] = {
     VisionTransformer: vision_transformer.convert,

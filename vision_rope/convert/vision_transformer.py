@@ -14,119 +14,19 @@ from typing import Any
 
 import torch
 from timm.layers import Attention, PatchDropout, PatchDropoutWithIndices
-from timm.layers.attention import resolve_self_attn_mask
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBlock, VisionTransformer
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from vision_rope.attention import attend
+from vision_rope.convert.blocks import BLOCKS, PositionedAttention
 from vision_rope.encodings import Sinusoidal
 from vision_rope.extension import Extension, check_method
 from vision_rope.positions import with_prefix
-from vision_rope.rope import PRESETS, Rope, preset
-from vision_rope.rotation import Rotation, rotate, rotate_qkv
-
-
-class PositionedAttention(Attention):
-    """timm's Attention with a rotation of queries and keys."""
-
-    def forward(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        rotation: Rotation | None = None,
-    ) -> Tensor:
-        """Shapes: x (batch, tokens, dim) -> (batch, tokens, dim)."""
-        if rotation is None:
-            return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
-        gate = None if self.gate is None else self.gate(x).sigmoid()
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-        if isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity):
-            q, k, v = rotate_qkv(qkv, rotation)
-        else:
-            q, k, v = qkv.transpose(1, 3).unbind(2)
-            q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
-        attended = self._attend(q, k, v, attn_mask, is_causal, rotation.attention_scale)
-        x = self.norm(attended.transpose(1, 2).flatten(2))
-        if gate is not None:
-            x = x * gate
-        return self.proj_drop(self.proj(x))
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, attention_scale: float
-    ) -> Tensor:
-        scale = self.scale * attention_scale
-        if not self.fused_attn:
-            scores = (q * scale) @ k.transpose(-2, -1)
-            bias = resolve_self_attn_mask(q.shape[-2], scores, mask, is_causal)
-            scores = scores if bias is None else scores + bias
-            return self.attn_drop(scores.softmax(dim=-1)) @ v
-        boolean = mask is not None and mask.dtype == torch.bool
-        return attend(
-            q,
-            k,
-            v,
-            mask=mask if boolean else None,
-            bias=None if boolean else mask,
-            # torch's own default scale where nothing changes it, so that results stay equal to timm's to the last bit.
-            scale=None if attention_scale == 1.0 else scale,
-            dropout=self.attn_drop.p if self.training else 0.0,
-            is_causal=is_causal,
-        )
-
-
-class PositionedBlock(Block):
-    """timm's Block that hands a rotation to its attention."""
-
-    def forward(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        rotation: Rotation | None = None,
-    ) -> Tensor:
-        """Shapes: x (batch, tokens, dim) -> the same."""
-        attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, rotation=rotation)
-        x = x + self.drop_path1(self.ls1(attended))
-        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-
-
-class PositionedResPostBlock(ResPostBlock):
-    """timm's ResPostBlock (norms after the layers) that hands a rotation to its attention."""
-
-    def forward(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        rotation: Rotation | None = None,
-    ) -> Tensor:
-        """Shapes: x (batch, tokens, dim) -> the same."""
-        attended = self.attn(x, attn_mask=attn_mask, is_causal=is_causal, rotation=rotation)
-        x = x + self.drop_path1(self.norm1(attended))
-        return x + self.drop_path2(self.norm2(self.mlp(x)))
-
-
-class PositionedParallelThingsBlock(ParallelThingsBlock):
-    """timm's ParallelThingsBlock (attentions side by side) that hands a rotation to each of them."""
-
-    def forward(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        rotation: Rotation | None = None,
-    ) -> Tensor:
-        """Shapes: x (batch, tokens, dim) -> the same."""
-        branches = []
-        for branch in self.attns:
-            attended = branch.attn(branch.norm(x), attn_mask=attn_mask, is_causal=is_causal, rotation=rotation)
-            branches.append(branch.drop_path(branch.ls(attended)))
-        x = x + torch.stack(branches).sum(dim=0)
-        return x + torch.stack([ffn(x) for ffn in self.ffns]).sum(dim=0)
+from vision_rope.rope import Rope
+from vision_rope.rope_presets import PRESETS, preset
+from vision_rope.rotation import Rotation
 
 
 class PositionedModel(nn.Module):
@@ -313,11 +213,6 @@ MODELS: dict[type[nn.Module], type[PositionedModel]] = {
     VisionTransformer: PositionedVisionTransformer,
     VisionTransformerDistilled: PositionedVisionTransformerDistilled,
 }
-BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
-    Block: PositionedBlock,
-    ResPostBlock: PositionedResPostBlock,
-    ParallelThingsBlock: PositionedParallelThingsBlock,
-}
 
 
 def convert(model: Any, position: str | Rope, *, keep_absolute: bool = False, **options: Any) -> PositionedModel:
@@ -397,8 +292,8 @@ def _check_absolute(model: Any, name: str, keep_absolute: bool) -> None:
         )
     if model.pos_embed is None and (keep_absolute or name == "learned"):
         raise ValueError(
-            "the model has no absolute embedding to keep (pos_embed is None); leave keep_absolute out, or build the timm "
-            "model with pos_embed='learn'"
+            "the model has no absolute embedding to keep (pos_embed is None); leave keep_absolute out, or build the "
+            "timm model with pos_embed='learn'"
         )
 
 
