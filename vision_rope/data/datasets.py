@@ -1,0 +1,445 @@
+"""Labelled images by name: solar cells from a package, folders, and everything that timm opens.
+
+A new name is a function here and a line in DATASETS.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import io
+import os
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from vision_rope.data.decode import BrokenImageError, convert_pil, decode_image
+
+Split = Literal["train", "validation"]
+
+# HEIC is listed although Pillow cannot read it: a file left out in silence is worse than an error with its path.
+IMAGE_EXTENSIONS = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".gif", ".bmp", ".dib", ".webp", ".tif", ".tiff"),
+    *(".avif", ".heic", ".heif", ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".tga"),
+)
+VALIDATION_FOLDERS = ("validation", "val", "valid", "test")
+# The packages that timm's prefixes need beyond what is installed with this one.
+TIMM_PREFIXES: dict[str, str | None] = {
+    "torch": None,
+    "hfds": "datasets",
+    "hfids": "datasets",
+    "wds": "webdataset",
+    "tfds": "tensorflow_datasets",
+}
+
+
+class ImageSource(ABC, Dataset[tuple[Tensor, int]]):
+    """Labelled images with random access; item i is (uint8 (3, height, width) in RGB, class).
+
+    Attributes:
+        name: what the data set was opened as.
+        classes: names of the classes, in the order of their numbers.
+        labels: class of every image; none where that is unknown before decoding.
+        licence: licence of the images where it is known.
+    """
+
+    name: str
+    classes: list[str]
+    labels: list[int] | None
+    licence: str | None
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> tuple[Tensor, int]: ...
+
+    @abstractmethod
+    def path(self, index: int) -> str:
+        """File of an image, or a name for it such as hfds/NAME[5] where there is no file."""
+
+
+class FileSource(ImageSource):
+    """Images that are a file each."""
+
+    def __init__(
+        self,
+        name: str,
+        classes: Sequence[str],
+        paths: Sequence[str],
+        labels: Sequence[int],
+        licence: str | None = None,
+    ) -> None:
+        self.name = name
+        self.classes = list(classes)
+        self.labels: list[int] = list(labels)
+        self.licence = licence
+        self.paths = list(paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return decode_image(self.paths[index]), self.labels[index]
+
+    def path(self, index: int) -> str:
+        return self.paths[index]
+
+
+class PillowSource(ImageSource):
+    """A data set of torchvision's whose items are Pillow images."""
+
+    def __init__(self, name: str, dataset: Any, classes: Sequence[str], labels: Sequence[int] | None) -> None:
+        self.name = name
+        self.classes = list(classes)
+        self.labels = None if labels is None else list(labels)
+        self.licence = None
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        try:
+            image, label = self._dataset[index]
+            return convert_pil(image), int(label)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise BrokenImageError(self.path(index), str(error)) from error
+
+    def path(self, index: int) -> str:
+        return f"{self.name}[{index}]"
+
+
+class Reader(Protocol):
+    """The part of timm's readers that is used here: encoded images, not decoded ones."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[io.IOBase, int]: ...
+
+
+class ReaderSource(ImageSource):
+    """Images from one of timm's readers; timm's own data set would put a neighbour in the place of a broken image."""
+
+    def __init__(self, name: str, reader: Reader, classes: Sequence[str]) -> None:
+        self.name = name
+        self.classes = list(classes)
+        self.licence = None
+        self._reader = reader
+
+    @cached_property
+    def labels(self) -> list[int] | None:  # type: ignore[override]
+        """Class of every image, read when first asked for: a large table takes its time."""
+        return [int(label) for label in self._reader.iter_targets()] if hasattr(self._reader, "iter_targets") else None
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        file, label = self._reader[index]
+        with file:
+            return decode_image(file.read(), name=self.path(index)), int(label)
+
+    def path(self, index: int) -> str:
+        return f"{self.name}[{index}]"
+
+
+class IterableSource(IterableDataset[tuple[Tensor, int]]):
+    """Labelled images that come in a stream: no random access, no index; timm's reader shares them out.
+
+    Attributes:
+        name, classes, labels, licence: as in ImageSource; there are no labels beforehand.
+    """
+
+    def __init__(self, name: str, stream: Any, classes: Sequence[str]) -> None:
+        self.name = name
+        self.classes = list(classes)
+        self.labels: list[int] | None = None
+        self.licence: str | None = None
+        self._stream = stream
+
+    def __len__(self) -> int:
+        return len(self._stream)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        for position, (image, label) in enumerate(self._stream):
+            if isinstance(image, Image.Image):
+                yield convert_pil(image), int(label)
+            else:
+                yield decode_image(bytes(image), name=f"{self.name}[{position} of this worker]"), int(label)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, which the order of training follows from."""
+        self._stream.set_epoch(epoch)
+
+    def set_num_workers(self, num_workers: int) -> None:
+        """Say before the first iteration how many workers will read."""
+        self._stream.set_loader_cfg(num_workers=num_workers)
+
+    def read_everything(self) -> None:
+        """Let this process read all images, not its rank's part: timm's parts repeat some images and miss others."""
+        self._stream.reader.dist_rank = 0
+        self._stream.reader.dist_num_replicas = 1
+
+
+def open_dataset(
+    source: str,
+    split: Split,
+    *,
+    root: str | None = None,
+    train_split: str = "train",
+    val_split: str = "validation",
+    val_fraction: float = 0.25,
+    split_seed: int = 0,
+    download: bool = False,
+) -> ImageSource | IterableSource:
+    """Open one split of a data set.
+
+    Args:
+        source: elpv, folder:PATH, or a name of timm's: torch/cifar10, hfds/NAME, wds/NAME.
+        split: train or validation.
+        root: the folder that timm's names are looked up in.
+        train_split: what the source itself calls the training split.
+        val_split: what the source itself calls the validation split.
+        val_fraction: part held out for validation where the source has no splits; every class gives the same part.
+        split_seed: seed of that choice; it hangs on file names alone, not on other files nor on library versions.
+        download: let timm and torchvision download the data set.
+
+    Raises:
+        ValueError: for an unknown source, an option that the source cannot follow, a folder without images.
+        ModuleNotFoundError: where the source needs a package that is not installed; it says how to install it.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(
+            f"split is {split!r}; choose train or validation (train_split, val_split name the source's own)"
+        )
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"val_fraction is {val_fraction}, but it must lie between 0 and 1")
+    if source.split("/")[0] in TIMM_PREFIXES and "/" in source:
+        own_split = train_split if split == "train" else val_split
+        return open_timm(source, own_split, root=root, is_training=split == "train", seed=split_seed, download=download)
+    name, _, path = source.partition(":")
+    if name not in DATASETS:
+        known = [*DATASETS, *(f"{prefix}/" for prefix in TIMM_PREFIXES)]
+        close = difflib.get_close_matches(name.split("/")[0], [entry.strip("/") for entry in known], n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(
+            f"data source {source!r} is unknown; choose elpv, folder:PATH, or one of timm's names that begin with "
+            f"{', '.join(f'{prefix}/' for prefix in TIMM_PREFIXES)}{hint}"
+        )
+    if root is not None:
+        raise ValueError(f"root is {root!r}, but only timm's names are looked up in it; leave it out with {source}")
+    if download:
+        raise ValueError(f"download is on, but {source} is not downloaded; leave it off")
+    return DATASETS[name](path, split, train_split, val_split, val_fraction, split_seed)
+
+
+def open_elpv(
+    path: str, split: Split, train_split: str, val_split: str, val_fraction: float, split_seed: int
+) -> ImageSource:
+    """Open 2,624 photographs of solar cells; a cell counts as defective where its probability is at least 0.5.
+
+    Source: Deitsch et al., arXiv 1807.02894; the experts' answers are the probabilities 0, 1/3, 2/3 and 1.
+    """
+    if path:
+        raise ValueError(f"elpv takes no path, but got {path!r}; it is read from its package")
+    if (train_split, val_split) != ("train", "validation"):
+        raise ValueError(
+            f"train_split is {train_split!r} and val_split {val_split!r}, but elpv has no splits of its own; "
+            "leave both out, val_fraction and split_seed say what is held out"
+        )
+    package = importlib.util.find_spec("elpv_dataset")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError(
+            "elpv needs the package elpv-dataset: pip install vision-rope[elpv]", name="elpv_dataset"
+        )
+    folder = Path(package.origin).parent / "data"
+    rows = [line.split() for line in (folder / "labels.csv").read_text().splitlines() if line.strip()]
+    names = [row[0] for row in rows]
+    labels = [int(float(row[1]) >= 0.5) for row in rows]
+    strata = [f"{row[1]} {row[2]}" for row in rows]
+    chosen = hold_out(names, strata, split, val_fraction, split_seed)
+    return FileSource(
+        "elpv",
+        ["functional", "defective"],
+        [str(folder / names[index]) for index in chosen],
+        [labels[index] for index in chosen],
+        licence="CC BY-NC-SA 4.0",
+    )
+
+
+def open_folder(
+    path: str, split: Split, train_split: str, val_split: str, val_fraction: float, split_seed: int
+) -> ImageSource:
+    """Open PATH/train and PATH/validation (or val, valid, test) with a folder a class, or one folder of classes.
+
+    Where there are no splits, a part of every class is held out.
+    """
+    if not path:
+        raise ValueError("folder needs a path: folder:PATH")
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"data source folder:{path}: there is no folder {folder}")
+    name = f"folder:{path}"
+    val_names = VALIDATION_FOLDERS if val_split == "validation" else (val_split,)
+    val_folder = next((folder / entry for entry in val_names if (folder / entry).is_dir()), None)
+    train_folder = folder / train_split
+    if train_folder.is_dir() and val_folder is not None:
+        train_classes, val_classes = list_classes(train_folder), list_classes(val_folder)
+        if train_classes != val_classes:
+            only = sorted(set(train_classes) ^ set(val_classes))
+            raise ValueError(
+                f"{train_folder} and {val_folder} must hold the same classes, "
+                f"but only one of them has {', '.join(only)}"
+            )
+        chosen_folder = train_folder if split == "train" else val_folder
+        files = list_files(chosen_folder, train_classes)
+        return FileSource(name, train_classes, [file for file, _ in files], [label for _, label in files])
+    if train_folder.is_dir() or val_folder is not None or (train_split, val_split) != ("train", "validation"):
+        raise ValueError(
+            f"{folder} must hold both splits, {train_split} and {' or '.join(val_names)}, or neither of them but a "
+            f"folder a class; it holds {', '.join(sorted(entry.name for entry in folder.iterdir())[:10]) or 'nothing'}"
+        )
+    classes = list_classes(folder)
+    files = list_files(folder, classes)
+    keys = [Path(file).relative_to(folder).as_posix() for file, _ in files]
+    chosen = hold_out(keys, [classes[label] for _, label in files], split, val_fraction, split_seed)
+    return FileSource(name, classes, [files[index][0] for index in chosen], [files[index][1] for index in chosen])
+
+
+def open_timm(
+    source: str, split: str, *, root: str | None, is_training: bool, seed: int, download: bool
+) -> ImageSource | IterableSource:
+    """Open one of timm's names, whose prefix says what reads it: torchvision, Hugging Face, webdataset, tensorflow."""
+    from timm.data import create_dataset
+    from timm.data.dataset import ImageDataset, IterableImageDataset
+    from torchvision.datasets import DatasetFolder
+
+    prefix = source.split("/")[0]
+    package = TIMM_PREFIXES[prefix]
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(
+            f"{source} needs the package {package}: pip install {package.replace('_', '-')}", name=package
+        )
+    if root is None and prefix in ("torch", "wds"):
+        raise ValueError(f"{source} needs root: the folder that its files are in")
+    root = None if root is None or "://" in root else str(Path(root).expanduser())
+    try:
+        dataset = create_dataset(
+            source,
+            root=root,
+            split=split,
+            is_training=is_training,
+            seed=seed,
+            # timm hands it on only where it means something
+            download=download,
+        )
+    except (AssertionError, RuntimeError, FileNotFoundError) as error:
+        raise ValueError(f"data source {source} (root {root}, split {split}) cannot be opened: {error}") from error
+    if isinstance(dataset, DatasetFolder):
+        classes = [entry if isinstance(entry, str) else ", ".join(entry) for entry in dataset.classes]
+        return FileSource(
+            source, classes, [path for path, _ in dataset.samples], [label for _, label in dataset.samples]
+        )
+    if isinstance(dataset, IterableImageDataset):
+        return IterableSource(source, dataset, class_names(dataset.reader) or read_class_names(source, root))
+    if isinstance(dataset, ImageDataset):
+        images = ReaderSource(source, dataset.reader, class_names(dataset.reader))
+        if not images.classes and images.labels:
+            images.classes = [str(label) for label in range(max(images.labels) + 1)]
+        return images
+    targets = getattr(dataset, "targets", None)
+    labels = None if targets is None else [int(label) for label in targets]
+    known = getattr(dataset, "classes", None)
+    if known is None and labels is None:
+        raise ValueError(f"{source} tells neither its classes nor its labels; unpack it and open it as folder:PATH")
+    return PillowSource(source, dataset, known or [str(label) for label in range(max(labels or [0]) + 1)], labels)
+
+
+DATASETS: dict[str, Callable[[str, Split, str, str, float, int], ImageSource]] = {
+    "elpv": open_elpv,
+    "folder": open_folder,
+}
+
+
+def hold_out(keys: Sequence[str], strata: Sequence[str], split: Split, val_fraction: float, seed: int) -> list[int]:
+    """Choose the places of one split: the same part of every stratum, whatever the order and the other files.
+
+    Raises:
+        ValueError: where a split would be empty.
+    """
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, stratum in enumerate(strata):
+        places[stratum].append(place)
+    chosen: list[int] = []
+    for members in places.values():
+        # A hash of the name and not a random generator, whose numbers may change with its library.
+        shuffled = sorted(members, key=lambda place: hashlib.sha256(f"{seed}/{keys[place]}".encode()).digest())
+        num_validation = round(len(members) * val_fraction)
+        chosen += shuffled[:num_validation] if split == "validation" else shuffled[num_validation:]
+    if not chosen:
+        raise ValueError(
+            f"val_fraction is {val_fraction}, which leaves no image of {len(keys)} for the {split} split; "
+            "give more images or another fraction"
+        )
+    return sorted(chosen)
+
+
+def list_classes(folder: Path) -> list[str]:
+    """List the folders inside a folder by name.
+
+    Raises:
+        ValueError: where there is none.
+    """
+    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if not classes:
+        raise ValueError(f"{folder} holds no folders, but it must hold one a class")
+    return classes
+
+
+def list_files(folder: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
+    """List the images of every class, at any depth, as (path, label).
+
+    Raises:
+        ValueError: where a class has none.
+    """
+    files: list[tuple[str, int]] = []
+    for label, name in enumerate(classes):
+        found = sorted(
+            str(Path(parent, file))
+            for parent, _, entries in os.walk(folder / name, followlinks=True)
+            for file in entries
+            if Path(file).suffix.lower() in IMAGE_EXTENSIONS and not file.startswith(".")
+        )
+        if not found:
+            raise ValueError(
+                f"{folder / name} holds no images; expected files that end in {' '.join(IMAGE_EXTENSIONS)}"
+            )
+        files += [(path, label) for path in found]
+    return files
+
+
+def read_class_names(source: str, root: str | None) -> list[str]:
+    """Read the names of a stream's classes, one a line, from classnames.txt in its folder.
+
+    Raises:
+        ValueError: where there is no such file: the classes could only be counted by reading every image.
+    """
+    file = Path(root or ".") / "classnames.txt"
+    if not file.is_file():
+        raise ValueError(f"{source} does not name its classes; write their names, one a line, into {file}")
+    return [line for line in file.read_text().splitlines() if line.strip()]
+
+
+def class_names(reader: Any) -> list[str]:
+    """Names of a timm reader's classes by number; empty where the reader does not know them."""
+    numbers: dict[str, int] = getattr(reader, "class_to_idx", None) or {}
+    return [str(name) for name, _ in sorted(numbers.items(), key=lambda entry: entry[1])]

@@ -1,0 +1,410 @@
+"""Batches on the device: uint8 from the workers, copied beside the computation, normalised on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from timm.data.random_erasing import RandomErasing
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+
+from vision_rope.data.augment import Transform
+from vision_rope.data.datasets import ImageSource, IterableSource
+from vision_rope.data.decode import BrokenImageError
+from vision_rope.data.randomness import derive_seed, preserved_randomness, seed_generators
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+# image, label, index, seed of what is random about the image on the device
+Sample = tuple[Tensor, int, int, int]
+HostBatch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Accelerator(Protocol):
+    """The part of torch.cuda that orders copies and computation."""
+
+    def Stream(self, device: torch.device) -> Any: ...
+
+    def stream(self, stream: Any) -> Any: ...
+
+    def current_stream(self, device: torch.device) -> Any: ...
+
+
+class DeviceLoader:
+    """Iterate over (images, labels) on the device, or (images, labels, indices) where asked for.
+
+    A loader is iterated on the stream that is current when a batch is asked for, one iteration at a time.
+
+    Shapes:
+        images floating point (batch, 3, height, width), normalised; labels int64 (batch,); indices int64 (batch,) in
+        host memory: places in the data set, or -1 where it is a stream
+
+    Raises:
+        BrokenImageError: while iterating, with the file's path, from workers too.
+
+    Attributes:
+        dataset: the data set.
+        num_images: images that an epoch gives this rank; like the length an estimate where a stream is evaluated.
+    """
+
+    def __init__(
+        self,
+        batches: DataLoader[HostBatch | BrokenImageError],
+        dataset: ImageSource | IterableSource,
+        num_images: int,
+        num_batches: int,
+        *,
+        device: torch.device,
+        mean: Sequence[float],
+        std: Sequence[float],
+        seed: int,
+        erasing: float,
+        dtype: torch.dtype,
+        with_indices: bool,
+        accelerator: Accelerator | None,
+    ) -> None:
+        self.dataset = dataset
+        self.num_images = num_images
+        self._num_batches = num_batches
+        self._batches = batches
+        self._device = device
+        self._mean = 255 * torch.tensor(mean, dtype=torch.float32, device=device).view(3, 1, 1)
+        self._std = 255 * torch.tensor(std, dtype=torch.float32, device=device).view(3, 1, 1)
+        self._seed = seed
+        self._epoch = 0
+        # Erased pixels take the mean colour: no random numbers are drawn on the device.
+        self._erase = RandomErasing(erasing, mode="const", device=device) if erasing else None
+        self._dtype = dtype
+        self._with_indices = with_indices
+        self._accelerator = accelerator
+        # One stream for the loader's life: the allocator keeps a pool of memory a stream.
+        self._copy_stream = accelerator.Stream(device=device) if accelerator else None
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, from which the order and the augmentation of the next iteration follow."""
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}, but epochs count from 0")
+        self._epoch = epoch
+        if isinstance(self._batches.batch_sampler, BatchOrder):
+            self._batches.batch_sampler.epoch = epoch
+        else:
+            assert isinstance(self._batches.dataset, StreamSamples)
+            self._batches.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        ready: tuple[Tensor, ...] | None = None
+        for batch in self._host_batches():
+            # The copy of a batch is queued before the one ahead of it is used, so that both go on together.
+            copied = self._copy(batch)
+            if ready is not None:
+                yield ready
+            if self._accelerator is not None:
+                self._accelerator.current_stream(device=self._device).wait_stream(self._copy_stream)
+            ready = copied
+        if ready is not None:
+            yield ready
+
+    def _host_batches(self) -> Iterator[HostBatch]:
+        # Without workers the samples are made, and the generators seeded, in this process.
+        preserve = preserved_randomness if self._batches.num_workers == 0 else nullcontext
+        # The seeds of the workers, which only streams draw from.
+        self._batches.generator.manual_seed(derive_seed(self._seed, self._epoch))
+        batches = iter(self._batches)
+        while True:
+            with preserve():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            if isinstance(batch, BrokenImageError):
+                raise batch
+            yield batch
+
+    def _copy(self, batch: HostBatch) -> tuple[Tensor, ...]:
+        if self._accelerator is None or self._copy_stream is None:
+            return self._prepare(batch)
+        # Memory that the consumer has let go is filled anew here: not before its queued work is done.
+        self._copy_stream.wait_stream(self._accelerator.current_stream(device=self._device))
+        with self._accelerator.stream(self._copy_stream):
+            return self._prepare(batch)
+
+    def _prepare(self, batch: HostBatch) -> tuple[Tensor, ...]:
+        images, labels, indices, seeds = batch
+        images = images.to(self._device, non_blocking=True).to(torch.float32)
+        labels = labels.to(self._device, non_blocking=True)
+        # In float32 and cast at the end: in bfloat16 the mean itself would be rounded.
+        images.sub_(self._mean).div_(self._std)
+        if self._erase is not None:
+            with preserved_randomness():
+                for image, seed in zip(images, seeds.tolist(), strict=True):
+                    seed_generators(seed)
+                    self._erase(image)
+        images = images.to(self._dtype)
+        return (images, labels, indices) if self._with_indices else (images, labels)
+
+
+def create_loader(
+    dataset: ImageSource | IterableSource,
+    *,
+    batch_size: int,
+    transform: Transform,
+    device: torch.device | str,
+    training: bool,
+    num_workers: int = 2,
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    erasing: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    with_indices: bool = False,
+) -> DeviceLoader:
+    """Create the loader of one rank.
+
+    In training every epoch is a random order, in batches that the ranks share, so that together they see what one
+    process would; what is left at the end is dropped. In evaluation every image comes once, on one rank. What an image
+    looks like follows from seed, epoch and its index alone.
+
+    Args:
+        dataset: what `open_dataset` gives, or anything with its items.
+        batch_size: images a step over all ranks together.
+        transform: from uint8 (3, any height, any width) to uint8 (3, height, width); it draws from torch's, Python's or
+            NumPy's global generator, which is seeded before each image.
+        device: where batches go.
+        training: shuffle and drop the rest, or every image once in order.
+        num_workers: processes that decode; 0 decodes in this one.
+        mean: per-channel mean of pixels in [0, 1].
+        std: per-channel standard deviation of pixels in [0, 1].
+        seed: of order and augmentation.
+        rank: number of this process.
+        world_size: number of processes.
+        erasing: probability that a rectangle of an image takes the mean colour.
+        dtype: of the images; they are normalised in float32 all the same.
+        with_indices: give the images' places in the data set too.
+
+    Raises:
+        ValueError: for a batch that the ranks cannot share, a data set smaller than a training batch, and values
+            outside their range.
+    """
+    device = torch.device(device)
+    _check(dataset, batch_size, training, num_workers, mean, std, seed, rank, world_size, erasing)
+    local_batch = batch_size // world_size
+    generator = torch.Generator()  # its own: DataLoader would draw a seed from the process's
+    options: dict[str, Any] = {
+        "num_workers": num_workers,
+        "collate_fn": collate,
+        "pin_memory": device.type == "cuda",
+        "generator": generator,
+    }
+    batches: DataLoader[Any]
+    if isinstance(dataset, IterableSource):
+        if not training:
+            dataset.read_everything()
+        dataset.set_num_workers(num_workers)
+        samples = StreamSamples(dataset, transform, seed, rank, share=1 if training else world_size)
+        batches = DataLoader(samples, batch_size=local_batch, drop_last=training, **options)
+        num_images, num_batches = estimate_stream(len(dataset), local_batch, training, num_workers, rank, world_size)
+    else:
+        order = BatchOrder(len(dataset), local_batch, training=training, seed=seed, rank=rank, world_size=world_size)
+        batches = DataLoader(IndexedSamples(dataset, transform, seed), batch_sampler=order, **options)
+        num_images, num_batches = order.num_images, len(order)
+    return DeviceLoader(
+        batches,
+        dataset,
+        num_images,
+        num_batches,
+        device=device,
+        mean=mean,
+        std=std,
+        seed=seed,
+        erasing=erasing,
+        dtype=dtype,
+        with_indices=with_indices,
+        accelerator=torch.cuda if device.type == "cuda" else None,
+    )
+
+
+class BatchOrder(Sampler[list[tuple[int, int]]]):
+    """Batches of one rank as (epoch, index): the epoch travels with the index, so that no worker holds an old one."""
+
+    def __init__(
+        self, num_images: int, local_batch: int, *, training: bool, seed: int, rank: int, world_size: int
+    ) -> None:
+        self.epoch = 0
+        self._total = num_images
+        self._local_batch = local_batch
+        self._training = training
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
+
+    @property
+    def num_images(self) -> int:
+        if self._training:
+            return len(self) * self._local_batch
+        return len(range(self._rank, self._total, self._world_size))
+
+    def __len__(self) -> int:
+        if self._training:
+            return self._total // (self._local_batch * self._world_size)
+        return -(-self.num_images // self._local_batch)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        if self._training:
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, self.epoch))
+            order = torch.randperm(self._total, generator=generator)
+            step, first = self._local_batch * self._world_size, self._rank * self._local_batch
+        else:
+            order = torch.arange(self._rank, self._total, self._world_size)
+            step, first = self._local_batch, 0
+        for batch in range(len(self)):
+            start = batch * step + first
+            yield [(self.epoch, index) for index in order[start : start + self._local_batch].tolist()]
+
+
+class IndexedSamples(Dataset[Sample | BrokenImageError]):
+    """Transformed images by (epoch, index)."""
+
+    def __init__(self, dataset: ImageSource, transform: Transform, seed: int) -> None:
+        self._dataset = dataset
+        self._transform = transform
+        self._seed = seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample | BrokenImageError:
+        epoch, index = key
+        try:
+            image, label = self._dataset[index]
+        except BrokenImageError as error:
+            # As a value: raised in a worker it would arrive without its path.
+            return error
+        seed = derive_seed(self._seed, epoch, index)
+        seed_generators(seed)
+        return self._transform(image), label, index, derive_seed(seed)
+
+
+class StreamSamples(IterableDataset[Sample | BrokenImageError]):
+    """Transformed images of a stream, seeded by epoch, rank, worker and place in the worker's part.
+
+    In evaluation every rank reads everything and keeps its share: timm's readers would repeat some images and leave
+    others out.
+    """
+
+    def __init__(self, dataset: IterableSource, transform: Transform, seed: int, rank: int, share: int) -> None:
+        self._dataset = dataset
+        self._transform = transform
+        self._seed = seed
+        self._rank = rank
+        self._share = share
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Sample | BrokenImageError]:
+        worker = get_worker_info()
+        worker_id = worker.id if worker is not None else 0
+        try:
+            for place, (image, label) in enumerate(self._dataset):
+                if self._share > 1 and place % self._share != self._rank:
+                    continue
+                seed = derive_seed(self._seed, self._epoch, self._rank, worker_id, place)
+                seed_generators(seed)
+                yield self._transform(image), label, -1, derive_seed(seed)
+        except BrokenImageError as error:
+            yield error
+
+
+def collate(samples: list[Sample | BrokenImageError]) -> HostBatch | BrokenImageError:
+    """Stack uint8 images; a broken one stands for the whole batch.
+
+    Raises:
+        TypeError: for images that are not uint8.
+        ValueError: for images of different sizes.
+    """
+    whole: list[Sample] = []
+    for sample in samples:
+        if isinstance(sample, BrokenImageError):
+            return sample
+        whole.append(sample)
+    images = [image for image, *_ in whole]
+    for image in images:
+        if image.dtype != torch.uint8:
+            raise TypeError(
+                f"the transform returned {image.dtype}, but a batch is made of uint8 images in 0..255; "
+                "leave scaling and normalising out of the transform: the loader does both on the device"
+            )
+        if image.shape != images[0].shape:
+            raise ValueError(
+                f"the transform returned images of {tuple(images[0].shape)} and {tuple(image.shape)} in one batch; "
+                "it must end in a resize or a crop to one size"
+            )
+    labels, indices, seeds = torch.tensor([numbers for _, *numbers in whole], dtype=torch.int64).unbind(1)
+    return torch.stack(images), labels, indices, seeds
+
+
+def estimate_stream(
+    num_images: int, local_batch: int, training: bool, num_workers: int, rank: int, world_size: int
+) -> tuple[int, int]:
+    """Images and batches that a stream gives a rank: exact in training, where every worker drops its rest.
+
+    Raises:
+        ValueError: where a training epoch would have no batch.
+    """
+    readers = max(num_workers, 1)
+    if not training:
+        share = len(range(rank, num_images, world_size))
+        return share, -(-share // local_batch)
+    num_batches = readers * (num_images // readers // local_batch)
+    if num_batches == 0:
+        raise ValueError(
+            f"the data set gives {num_images} images to {readers} workers, less than one batch of {local_batch} each, "
+            "so that an epoch would have no steps; give a smaller batch_size or fewer workers"
+        )
+    return num_batches * local_batch, num_batches
+
+
+def _check(
+    dataset: ImageSource | IterableSource,
+    batch_size: int,
+    training: bool,
+    num_workers: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    seed: int,
+    rank: int,
+    world_size: int,
+    erasing: float,
+) -> None:
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank} of world_size {world_size}, but ranks count from 0 to world_size - 1")
+    if batch_size < 1 or batch_size % world_size:
+        raise ValueError(
+            f"batch_size is {batch_size}, but it must be a positive multiple of world_size {world_size}, "
+            "since it counts the images of all ranks together"
+        )
+    if not isinstance(dataset, IterableSource):
+        if len(dataset) == 0:
+            raise ValueError("the data set has no images")
+        if training and len(dataset) < batch_size:
+            raise ValueError(
+                f"the data set has {len(dataset)} images, less than one batch of {batch_size}, "
+                "so that an epoch would have no steps; give a smaller batch_size"
+            )
+    if num_workers < 0:
+        raise ValueError(f"num_workers is {num_workers}, but it must be 0 (decode in this process) or more")
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        raise ValueError(
+            f"mean is {mean} and std {std}, but both need three numbers, and those of std must be positive"
+        )
+    if seed < 0:
+        raise ValueError(f"seed is {seed}, but it must not be negative")
+    if not 0 <= erasing <= 1:
+        raise ValueError(f"erasing is {erasing}, but a probability lies between 0 and 1")
