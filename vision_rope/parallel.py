@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -132,6 +132,8 @@ def shard(model: nn.Module, *, param_dtype: torch.dtype = torch.bfloat16) -> nn.
     from vision_rope.rope import Rope
 
     low = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    # A block's tokens have the low dtype already; its rotation is to stay as it is.
+    block_policy = replace(low, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     ropes = [part for part in model.modules() if isinstance(part, Rope) and any(True for _ in part.parameters())]
     for rope in ropes:
@@ -139,6 +141,6 @@ def shard(model: nn.Module, *, param_dtype: torch.dtype = torch.bfloat16) -> nn.
         # FSDP gathers parameters around forward() alone; the model calls this method instead.
         register_fsdp_forward_method(rope, "rotations")
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mp_policy=low)
+        fully_shard(block, mp_policy=block_policy)
     fully_shard(model, mp_policy=low)
     return model

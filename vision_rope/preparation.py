@@ -73,17 +73,13 @@ def create_loaders(config: TrainConfig, world: Distributed) -> tuple[list[str], 
             rank=world.rank,
             world_size=world.world_size,
             erasing=augment.erasing if training else 0.0,
+            with_indices=training,
         )
         for dataset, batch_size, transform, training in (
             (train_set, config.batch_size, train_transform, True),
             (val_set, evaluation_batch, eval_transform, False),
         )
     )
-    if len(train_loader) == 0:
-        raise ValueError(
-            f"batch_size is {config.batch_size}, but the training split has {len(train_set)} images, less than "
-            "one batch; give a smaller batch_size"
-        )
     return list(train_set.classes), train_loader, val_loader
 
 

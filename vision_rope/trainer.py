@@ -29,6 +29,11 @@ from vision_rope.parallel import Distributed, choose_device, choose_precision, d
 from vision_rope.preparation import build_start, check_sweep, create_loaders
 from vision_rope.run_folder import Row, RunFolder, check_output, default_output
 
+# Steps between looks at whether the loss is finite, which wait for the device.
+CHECK_EVERY = {"cpu": 1, "cuda": 50, "mps": 50}
+# Seconds between refreshes of the progress bar's figures in a terminal.
+BAR_SECONDS = 0.5
+
 
 class TrainingDiverged(RuntimeError):
     """The loss or the logits stopped being finite; the state after the last whole epoch is kept."""
@@ -73,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(sys.argv[1:] if argv is None else argv)
         result = train(config)
-    except ValueError as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except TrainingDiverged as error:
@@ -147,10 +152,10 @@ class Trainer:
         self.wrapped = world.wrap(self.model)
         self._first_bad = torch.full((), -1, device=world.device)
 
-    @property
-    def score_name(self) -> str:
-        """The number that the best epoch has most of."""
-        return "val_auroc" if len(self.classes) == 2 else "val_top1"
+    def _score(self, row: Row) -> tuple[float, float]:
+        """What the best epoch has most of: AUROC for two classes, else top-1; on a tie, the likelihood."""
+        score = row.get("val_auroc" if len(self.classes) == 2 else "val_top1")
+        return (-np.inf, -np.inf) if score is None else (score, -row["val_nll"])
 
     def fit(self) -> RunResult:
         """Train the epochs that are left."""
@@ -181,9 +186,10 @@ class Trainer:
         precise = torch.float32 if self.world.device.type == "mps" else torch.float64
         totals = torch.zeros(3, dtype=precise, device=self.world.device)
         start = time.perf_counter()
-        check_every = 50 if self.world.device.type == "cuda" else 1
+        check_every = CHECK_EVERY.get(self.world.device.type, 50)
         lr = 0.0
-        for index, (images, labels) in enumerate(self._show(loader, epoch, totals)):
+        places: dict[int, Tensor] = {}
+        for index, (images, labels, places[index]) in enumerate(self._show(loader, epoch, totals)):
             if index == 0:
                 # An epoch's random numbers follow from the seed and its own number, so that a resumed run draws
                 # what the unbroken one would have; set here because a starting loader draws numbers itself.
@@ -207,7 +213,8 @@ class Trainer:
                 self._first_bad = torch.where(~loss.isfinite() & (self._first_bad < 0), index, self._first_bad)
             lr = self._lr()
             if (index + 1) % check_every == 0 or index + 1 == len(loader):
-                self._check_finite(epoch, lr)
+                self._check_finite(epoch, lr, places)
+                places.clear()
             if is_update:
                 self._update()
         loss_sum, hit_sum, images_seen = self.world.sum(totals).tolist()
@@ -235,18 +242,23 @@ class Trainer:
         """The learning rate of the next update, of the topmost layer under layer decay."""
         return max(group["lr"] for group in self.optimizer.param_groups)
 
-    def _check_finite(self, epoch: int, lr: float) -> None:
+    def _check_finite(self, epoch: int, lr: float, places: dict[int, Tensor]) -> None:
         bad = self._first_bad.clone()
         if self.world.world_size > 1:
             torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)
         step = int(bad)
         if step >= 0:
-            raise self._diverged(f"the loss of epoch {epoch + 1}, step {step + 1}, is not finite", lr)
+            data = self.train_loader.dataset
+            files = [data.path(place) for place in places[step].tolist() if place >= 0]  # type: ignore[union-attr]
+            batch = f"; its batch: {', '.join(files[:8])}{' ...' if len(files) > 8 else ''}" if files else ""
+            raise self._diverged(f"the loss of epoch {epoch + 1}, step {step + 1}, is not finite", lr, batch)
 
-    def _diverged(self, what: str, lr: float) -> TrainingDiverged:
+    def _diverged(self, what: str, lr: float, batch: str = "") -> TrainingDiverged:
         kept = f"the state after epoch {self.epoch} is kept in {self.folder.path / 'last'}" if self.epoch else ""
         advice = "a lower optimizer.lr, a longer warm-up or optimizer.clip_grad usually helps"
-        return TrainingDiverged("; ".join(part for part in (f"{what} (learning rate {lr:.3g})", kept, advice) if part))
+        message = "; ".join(part for part in (f"{what} (learning rate {lr:.3g})", kept, advice) if part) + batch
+        self.folder.log(message)
+        return TrainingDiverged(message)
 
     def evaluate_sizes(self) -> Path | None:
         """Sweep the best weights over `evaluation.sizes`; prints the table and returns the figure's path."""
@@ -282,8 +294,7 @@ class Trainer:
     def _keep(self, epoch: int, row: Row) -> None:
         """Write what an epoch came to: best.safetensors where it is the best, its row, last/ at the end."""
         self.epoch = epoch + 1
-        score = row.get(self.score_name)
-        is_best = score is not None and score > self.best.get(self.score_name, -np.inf)
+        is_best = self._score(row) > self._score(self.best)
         if is_best:
             self.best = row
         if self.world.is_main:
@@ -328,15 +339,13 @@ class Trainer:
         is_parallel = isinstance(self.wrapped, nn.parallel.DistributedDataParallel)
         return self.wrapped.no_sync() if local and is_parallel else nullcontext()  # type: ignore[operator]
 
-    def _show(
-        self, loader: Iterable[tuple[Tensor, Tensor]], epoch: int, totals: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def _show(self, loader: Iterable[tuple[Tensor, ...]], epoch: int, totals: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Pass batches through under a progress bar: loss, accuracy, images a second, the run's time left."""
         from tqdm import tqdm
 
         epochs, count = self.config.schedule.epochs, len(self.train_loader)
         is_terminal = sys.stderr.isatty()
-        interval = 0.5 if is_terminal else 30.0
+        interval = BAR_SECONDS if is_terminal else 30.0
         start = shown = time.perf_counter()
         with tqdm(
             total=count,

@@ -1,0 +1,272 @@
+"""Devices and precision; two gloo processes against one: DDP runs, divergence on one rank, FSDP2 frequencies."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import Tensor, nn
+
+import vision_rope
+from vision_rope import checkpoint, rope
+from vision_rope.config import load_config
+from vision_rope.parallel import Distributed, choose_device, choose_precision, distributed, shard
+from vision_rope.trainer import Trainer, TrainingDiverged, train
+
+TRAIN_PY = Path(__file__).resolve().parent.parent / "train.py"
+SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 3}
+
+
+def run_two(worker, *arguments) -> None:
+    """Run worker(*arguments) in two processes that find each other as under torchrun."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_enter, (port, worker, arguments), nprocs=2)
+
+
+def _enter(rank: int, port: int, worker, arguments) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", OMP_NUM_THREADS="1")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    worker(*arguments)
+
+
+@pytest.fixture(scope="session")
+def cifar(shared_data, tmp_path_factory) -> Path:
+    """Real pictures: 3 classes of CIFAR-10, 16 a class to train on, 7 to validate: two processes cannot share 21."""
+    folder = tmp_path_factory.mktemp("cifar")
+    counts: dict[tuple[str, str], int] = {}
+    with tarfile.open(shared_data / "cifar10_small.tar") as tar:
+        for member in tar:
+            split, name, file = Path(member.name).parts[-3:] if member.isfile() else ("", "", "")
+            counts[split, name] = counts.get((split, name), 0) + 1
+            limit = {"train": 16, "val": 7}.get(split, 0) if name in ("cat", "ship", "frog") else 0
+            if counts[split, name] <= limit:
+                (folder / split / name).mkdir(parents=True, exist_ok=True)
+                content = tar.extractfile(member)
+                assert content is not None
+                (folder / split / name / file).write_bytes(content.read())
+    assert len(list(folder.rglob("*.jpg"))) == 3 * (16 + 7)
+    return folder
+
+
+def words(data: Path, output: Path, *more: str) -> list[str]:
+    return [
+        *("--data.source", f"folder:{data}", "--data.size", "32", "--batch_size", "12"),
+        *("--model.options", "{patch_size: 8, embed_dim: 32, depth: 2, num_heads: 2}"),
+        *("--model.position", "rope-vit-mixed", "--ema_decay", "0.9", "--augment.erasing", "0.3"),
+        *("--schedule.epochs", "3", "--schedule.warmup_epochs", "1", "--optimizer.lr", "5e-3"),
+        *("--run.output", str(output), "--run.num_workers", "0", "--run.device", "cpu"),
+        *("--run.progress", "false", "--run.tensorboard", "false"),
+        *more,
+    ]
+
+
+def read_rows(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        del row["seconds"], row["images_per_second"], row["val_per_class"]
+    return rows
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("accumulate", ["1", "3"])
+def test_two_processes_train_as_one(cifar, tmp_path, accumulate):
+    """Failure classes 12, 25 and 30: equal losses and weights, every image measured once, one writer, plain names.
+
+    Three batches an update do not divide the four of an epoch.
+    """
+    more = [
+        "--optimizer.accumulate",
+        accumulate,
+        "--evaluation.sizes",
+        "32,40",
+        "--evaluation.extend",
+        "none,interpolate",
+    ]
+    train(load_config(words(cifar, tmp_path / "one", *more)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(TRAIN_PY)]
+    done = subprocess.run(
+        [*command, *words(cifar, tmp_path / "two", *more)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = read_rows(tmp_path / "one"), read_rows(tmp_path / "two")
+    assert [row["val_images"] for row in two] == [21, 21, 21]
+    for first, second in zip(one, two, strict=True):
+        assert second == pytest.approx(first, rel=2e-4, nan_ok=True)
+    for name in ("best.safetensors", "last/model.safetensors", "last/ema.safetensors"):
+        first, second = (checkpoint.load_weights(tmp_path / run / name)[0] for run in ("one", "two"))
+        torch.testing.assert_close(second, first, rtol=1e-3, atol=1e-4)
+    first, second = (json.loads((tmp_path / run / "evaluation/evaluation.json").read_text()) for run in ("one", "two"))
+    for row, other in zip(first, second, strict=True):
+        assert (other["size"], other["method"], other["images"]) == (row["size"], row["method"], 21)
+        assert other["nll"] == pytest.approx(row["nll"], rel=1e-3)
+    assert (tmp_path / "two" / "log.txt").read_text().count("epoch 1/3") == 1
+    assert done.stdout.count("epoch 1/3") == 1
+
+
+def _diverge(arguments: list[str]) -> None:
+    with distributed("cpu") as world:
+        run = Trainer(load_config(arguments), world)
+        loss, steps = run.loss, 0
+
+        def poisoned(logits: Tensor, targets: Tensor) -> Tensor:
+            nonlocal steps
+            steps += 1
+            return loss(logits, targets) * (math.nan if world.rank == 1 and steps == 6 else 1.0)
+
+        run.loss = poisoned
+        with pytest.raises(TrainingDiverged, match="the loss of epoch 2, step 2, is not finite"):
+            run.fit()
+        assert steps == 6
+
+
+@pytest.mark.integration
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all(cifar, tmp_path):
+    """Failure class 23."""
+    run_two(_diverge, words(cifar, tmp_path / "run"))
+    assert checkpoint.load_state(tmp_path / "run" / "last" / "state.pt")["epoch"] == 1
+
+
+def _build() -> nn.Module:
+    torch.manual_seed(0)
+    return vision_rope.create_model("vit_small_patch16_224", position="rope-vit-mixed", **SIZES)
+
+
+def _train_sharded(param_dtype: torch.dtype) -> None:
+    """Three steps of a sharded model against a whole one in this process; all ranks see the same images."""
+    from torch.distributed.tensor import DTensor
+
+    with distributed("cpu"):
+        whole, model = _build(), shard(_build(), param_dtype=param_dtype)
+        exact = param_dtype == torch.float32
+        seen: list[tuple[Tensor, Tensor]] = []
+        weights: list[torch.dtype] = []
+        angles = rope.angles
+
+        def recorded(positions: Tensor, frequencies: Tensor) -> Tensor:
+            angle = angles(positions, frequencies)
+            seen.append((frequencies.detach().clone(), angle.detach().clone()))
+            return angle
+
+        rope.angles = recorded
+        for block in model.blocks:
+            block.attn.qkv.register_forward_pre_hook(lambda part, inputs: weights.append(part.weight.dtype))
+        assert isinstance(model.blocks[0].attn.qkv.weight, DTensor)
+        assert isinstance(model.position.learned_frequencies, DTensor)
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.05) for part in (whole, model)]
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            images = torch.randn(4, 3, 24, 32, generator=generator)
+            labels = torch.tensor([0, 1, 2, 0])
+            losses, angles_of = [], []
+            for part in (whole, model):
+                seen.clear()
+                weights.clear()
+                loss = nn.functional.cross_entropy(part(images).float(), labels)
+                loss.backward()
+                losses.append(loss.detach())
+                angles_of.append([angle for _, angle in seen])
+                assert len(seen) == SIZES["depth"]
+                assert all(frequencies.dtype == torch.float32 for frequencies, _ in seen)
+            assert set(weights) == {param_dtype}
+            mine = model.position.learned_frequencies.grad.full_tensor()
+            expected = whole.position.learned_frequencies.grad
+            if exact:
+                torch.testing.assert_close(angles_of[1], angles_of[0], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-6)
+            else:
+                # Rounded to 8 bits, frequencies of 1 would be wrong by 0.002 and angles at column 7 by 0.014.
+                torch.testing.assert_close(angles_of[1], angles_of[0], rtol=0, atol=2e-3)
+                torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0.02)
+                assert nn.functional.cosine_similarity(mine.flatten(), expected.flatten(), dim=0) > 0.97
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert model.position.learned_frequencies.dtype == torch.float32
+        rope.angles = angles
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
+def test_sharded_models_turn_by_exact_angles(param_dtype):
+    """Failure class 12: learned frequencies stay float32 under FSDP2 with bf16 parameters, and are trained."""
+    run_two(_train_sharded, param_dtype)
+
+
+def _share_and_sum() -> None:
+    with distributed("auto") as world:
+        assert (world.world_size, world.is_main) == (2, world.rank == 0)
+        assert world.share(f"from {world.rank}") == "from 0"
+        values = torch.tensor([1.0, world.rank])
+        assert world.sum(values).tolist() == [2.0, 1.0]
+        assert values.tolist() == [1.0, world.rank], "the argument stays"
+        assert isinstance(world.wrap(nn.Linear(1, 1)), nn.parallel.DistributedDataParallel)
+        with distributed("cpu") as inner:
+            assert (inner.rank, inner.world_size) == (world.rank, 2)
+        world.barrier()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.integration
+def test_two_processes_join_share_and_leave():
+    run_two(_share_and_sum)
+
+
+def test_alone_without_torchrun(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with distributed("cpu") as world:
+        assert world == Distributed(torch.device("cpu"))
+        assert world.is_main
+        model = nn.Linear(1, 1)
+        assert world.wrap(model) is model
+        assert world.share("a") == "a"
+        assert world.sum(torch.ones(1)).item() == 1
+        world.barrier()
+
+
+def test_devices_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match="device is 'gpu', but it must be auto, cpu, cuda"):
+        choose_device("gpu")
+    with pytest.raises(ValueError, match=r"device is 'cuda:99', but this machine has \d+ CUDA devices"):
+        choose_device("cuda:99")
+    with pytest.raises(ValueError, match="under torchrun every process takes its own"):
+        choose_device("cuda:1", local_rank=0)
+    assert choose_device("cpu", local_rank=3) == torch.device("cpu")
+
+
+def test_automatic_device_and_precision(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choose_device("auto") == torch.device("cuda", 0)
+    assert choose_device("auto", local_rank=3) == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert choose_precision("auto", torch.device("cuda")) == torch.float32, "emulated bf16 is slow"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert choose_precision("auto", torch.device("cuda")) == torch.bfloat16
+    assert choose_precision("auto", torch.device("cpu")) == torch.float32
+    assert choose_precision("bf16", torch.device("cpu")) == torch.bfloat16
+    assert choose_precision("fp32", torch.device("cuda")) == torch.float32
+    with pytest.raises(ValueError, match="precision is 'fp16', but it must be auto, fp32 or bf16"):
+        choose_precision("fp16", torch.device("cpu"))
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused(tmp_path):
+    config = load_config(["--batch_size", "7", "--run.output", str(tmp_path / "run")])
+    with pytest.raises(ValueError, match="batch_size is 7, but 2 processes must share it evenly"):
+        Trainer(config, Distributed(torch.device("cpu"), rank=0, world_size=2))
