@@ -385,6 +385,17 @@ def test_a_run_folder_brings_its_data_sizes_and_settings(imagenette: Path, tmp_p
     assert {path.parent for path in paths} == {tmp_path / "out"}
 
 
+def test_other_data_is_normalised_as_in_the_run(imagenette: Path, tmp_path: Path) -> None:
+    source = f"folder:{imagenette}"
+    make_run(tmp_path / "run", source, open_dataset(source, "train").classes)
+    own, other = (
+        evaluate(tmp_path / "run", data=data, sizes="32", num_workers=0, device="cpu", progress=False)[0][0]
+        for data in (None, f"{source}/.")
+    )
+    assert own["data"] != other["data"]
+    assert own["nll"] == other["nll"]
+
+
 def test_data_of_other_classes_is_refused(imagenette: Path, tmp_path: Path) -> None:
     source = f"folder:{imagenette}"
     classes = open_dataset(source, "train").classes

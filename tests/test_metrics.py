@@ -97,6 +97,9 @@ def test_a_certain_and_right_model_is_calibrated_and_a_certain_and_wrong_one_is_
     logits = torch.tensor([[200.0, 0.0], [2.8, 0.0]])
     confidence = 1 / (1 + math.exp(-2.8))
     assert measured(logits, torch.tensor([1, 0]))["ece"] == pytest.approx((1 + confidence) / 2 - 0.5, abs=1e-6)
+    # Neighbouring bins do not cancel: right at 0.92 and wrong at 0.95.
+    logits = torch.tensor([[math.log(0.92 / 0.08), 0.0], [math.log(0.95 / 0.05), 0.0]])
+    assert measured(logits, torch.tensor([0, 1]))["ece"] == pytest.approx((0.08 + 0.95) / 2, abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

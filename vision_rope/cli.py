@@ -176,7 +176,7 @@ def _evaluate(parsed: Any) -> int:
 
 
 def _list_presets(parsed: Any) -> int:
-    from vision_rope.rope import presets
+    from vision_rope import presets
 
     table = presets()
     width = max(map(len, table))

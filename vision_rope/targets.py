@@ -166,7 +166,7 @@ def _load_and_convert(model: nn.Module, checkpoint: str | Path | None, position:
     import vision_rope
 
     state = load_weights(checkpoint)[0] if checkpoint else None
-    if state is not None and (position is None or set(state) == set(model.state_dict())):
+    if state is not None and set(state) == set(model.state_dict()):
         load_strictly(model, state, str(checkpoint))
         state = None
     if position is not None:
