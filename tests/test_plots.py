@@ -54,7 +54,7 @@ def lines_of(panel: Any) -> dict[str, tuple[list[float], list[float]]]:
     return {
         line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
         for line in panel.lines
-        if not line.get_label().startswith("_")
+        if not line.get_label().startswith("_") and line.get_label() != "training size"
     }
 
 
@@ -71,7 +71,7 @@ def test_panels_lines_and_training_size(two_classes: bool, drawn: list[Figure], 
     assert lines["ntk"][1] == pytest.approx([0.746, 0.682, 0.554])
     hollow = [line for line in panels["accuracy"].lines if line.get_markerfacecolor() == "none"]
     assert [list(line.get_xdata()) for line in hollow] == [[math.sqrt(192 * 256)]] * 2
-    marks = [line.get_xdata() for line in panels["accuracy"].lines if line.get_linestyle() == "--"]
+    marks = [line.get_xdata() for line in panels["accuracy"].lines if line.get_label() == "training size"]
     assert [list(mark) for mark in marks] == [[128, 128]]
     assert [label.get_text() for label in panels["accuracy"].get_xticklabels()] == ["64", "128", "192x256", "256"]
 

@@ -91,22 +91,14 @@ def _mark_sizes(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     span = max(sizes) - min(sizes) or 1.0
     ticks: list[float] = []
     for side in sorted(sizes):
-        room = 0.05 + 0.02 * len(sizes[side])
+        # A character is about 2 % of a panel wide.
+        room = 0.02 * (2 + (len(sizes[side]) + len(sizes[ticks[-1]]) if ticks else 0) / 2)
         if not ticks or (side - ticks[-1]) / span > room:
             ticks.append(side)
     panel.set_xticks(ticks, [sizes[side] for side in ticks], fontsize=9)
     panel.tick_params(axis="y", labelsize=9)
-    for train_size in dict.fromkeys(row["train_size"] for row in rows):
+    for index, train_size in enumerate(dict.fromkeys(row["train_size"] for row in rows)):
         height, _, width = str(train_size).partition("x")
         side = math.sqrt(int(height) * int(width or height))
-        panel.axvline(side, color="0.6", linestyle="--", linewidth=1, zorder=0)
-        panel.annotate(
-            "trained",
-            (side, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, -3),
-            textcoords="offset points",
-            va="top",
-            fontsize=8,
-            color="0.4",
-        )
+        label = "_" if index else "training size"
+        panel.axvline(side, color="0.5", linestyle="--", linewidth=1.2, zorder=0, label=label)
