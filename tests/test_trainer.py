@@ -89,6 +89,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     torch.testing.assert_close(results(one), results(other), rtol=0, atol=0)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kill_at", [1, 2, 3, 5])
 def test_a_run_killed_anywhere_and_resumed_equals_the_unbroken_one(configure, tmp_path, monkeypatch, kill_at):
     """Failure class 21, bit for bit: averaged weights, dropout, stochastic depth, mixing, erasing, accumulation.
@@ -121,6 +122,7 @@ def test_a_run_killed_anywhere_and_resumed_equals_the_unbroken_one(configure, tm
     assert_same_run(tmp_path / "run", tmp_path / "unbroken")
 
 
+@pytest.mark.integration
 def test_a_kill_between_two_files_of_an_epoch(configure, tmp_path, monkeypatch):
     """Failure class 21: best weights and the row of an epoch are written, last/ is not."""
     train(configure(*EVERYTHING_RANDOM, output="unbroken"))
@@ -167,6 +169,7 @@ def test_sigkill_and_resume_in_new_processes_with_workers(pictures, tmp_path):
     assert_same_run(tmp_path / "run", tmp_path / "unbroken")
 
 
+@pytest.mark.integration
 def test_resuming_a_finished_run_says_so_and_changes_nothing(configure, tmp_path, capsys):
     train(configure("--ema_decay", "0.9"))
     before = results(tmp_path / "run")
@@ -176,6 +179,7 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(configure, tmp_path
     torch.testing.assert_close(results(tmp_path / "run"), before, rtol=0, atol=0)
 
 
+@pytest.mark.integration
 def test_a_resumed_run_keeps_its_configuration(configure):
     train(configure())
     with pytest.raises(ValueError, match=r"keeps its configuration, but optimizer\.lr, schedule\.epochs changed"):
@@ -183,6 +187,7 @@ def test_a_resumed_run_keeps_its_configuration(configure):
     Trainer(configure("--run.resume", "--run.num_workers", "1"))
 
 
+@pytest.mark.integration
 def test_an_output_that_is_not_empty_is_refused_with_the_ways_out(configure, tmp_path):
     train(configure())
     with pytest.raises(ValueError, match=r"--run\.resume true to go on with it, --run\.overwrite true to start anew"):
@@ -241,6 +246,7 @@ def test_main_answers_mistakes_in_one_sentence(pictures, tmp_path, capsys):
     assert "the nearest valid one is --model.position" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_run_folder_is_complete_and_its_configuration_runs_again(configure, tmp_path):
     result = train(configure("--run.tensorboard", "true", "--ema_decay", "0.9"))
     folder = tmp_path / "run"
@@ -293,6 +299,7 @@ def test_averaged_weights_follow_their_formula(configure):
         torch.testing.assert_close(run.ema.module.head.weight, expected)
 
 
+@pytest.mark.integration
 def test_training_learns_and_then_sweeps(configure, tmp_path, capsys):
     options = ["--evaluation.sizes", "16,24x32", "--evaluation.extend", "none,yarn"]
     result = train(configure("--schedule.epochs", "8", "--optimizer.lr", "5e-3", *options))
@@ -310,6 +317,7 @@ def test_training_learns_and_then_sweeps(configure, tmp_path, capsys):
     assert trained["nll"] == pytest.approx(result.best["val_nll"], rel=1e-5)
 
 
+@pytest.mark.integration
 def test_accumulating_batches_equals_the_large_batch(configure, tmp_path):
     more = [
         "--optimizer.name",
@@ -336,6 +344,7 @@ def test_an_incomplete_group_of_batches_is_an_update_too(configure):
     assert run.updates == 3 * 2
 
 
+@pytest.mark.integration
 def test_non_finite_loss_stops_and_keeps_the_last_state(configure, tmp_path, monkeypatch, pictures):
     """Failure class 23."""
     config = configure("--model.position", "rope-vit-mixed")
@@ -390,6 +399,7 @@ def test_bf16_where_it_is_asked_for(configure):
     assert math.isfinite(result.rows[0]["train_loss"])
 
 
+@pytest.mark.integration
 def test_gradient_checkpointing_changes_no_result(configure, tmp_path):
     more = ["--ema_decay", "0.9", "--model.position", "rope-vit-mixed"]
     train(configure(*more, output="plain"))
@@ -397,6 +407,7 @@ def test_gradient_checkpointing_changes_no_result(configure, tmp_path):
     assert_same_run(tmp_path / "plain", tmp_path / "saving")
 
 
+@pytest.mark.integration
 def test_compiling_keeps_the_names_of_the_parameters(configure, tmp_path, monkeypatch):
     """Failure class 30; with a backend that needs no compiler."""
     compiled = []

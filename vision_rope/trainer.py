@@ -319,7 +319,7 @@ class Trainer:
         self.folder.log(_summary(row, self.config.schedule.epochs, is_best))
 
     def _load(self) -> None:
-        """Go on from last/; the schedule is a function of the number of updates and has no state of its own."""
+        """Go on from last/; the schedule is a function of the number of updates, the optimizer keeps its last value."""
         last = checkpoint.find_last(self.folder.path)
         assert last is not None, "check_output has looked for it"
         state = checkpoint.load_state(last / "state.pt")
@@ -330,7 +330,6 @@ class Trainer:
             checkpoint.load_strictly(self.ema.module, averaged, last)
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.updates, self.best = state["epoch"], state["updates"], state["best"]
-        self.schedule.step_update(self.updates)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
