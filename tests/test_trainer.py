@@ -16,8 +16,11 @@ import torch
 from PIL import Image
 from torch import nn
 
-from vision_rope import checkpoint, trainer
+from vision_rope import checkpoint, progress, trainer
 from vision_rope.config import TrainConfig, load_config, load_yaml
+from vision_rope.losses import create_loss
+from vision_rope.optimization import create_optimizer, create_schedule
+from vision_rope.preparation import build_start, check_sweep
 from vision_rope.trainer import Trainer, TrainingDiverged, main, train
 
 TRAIN_PY = Path(__file__).resolve().parent.parent / "train.py"
@@ -473,8 +476,21 @@ def test_no_step_waits_for_the_device(configure, monkeypatch):
 
 def test_progress_bar_shows_loss_accuracy_speed_and_time_left(configure, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(trainer, "BAR_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "TERMINAL_SECONDS", 0.0)
     train(configure("--run.progress", "true", "--schedule.epochs", "1", "--schedule.warmup_epochs", "0"))
     bar = capsys.readouterr().err
     for word in ("epoch 1/1", "loss ", "accuracy ", "images/s", "left "):
         assert word in bar
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("path", sorted((TRAIN_PY.parent / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_builds_its_model_optimizer_and_schedule(path):
+    config = load_yaml(path)
+    model = build_start(config, 10)
+    check_sweep(config, model)
+    optimizer = create_optimizer(model, config.optimizer)
+    create_schedule(optimizer, config.schedule, lr=config.optimizer.lr, updates_per_epoch=7)
+    create_loss(config.loss.name, config.loss.label_smoothing, 10)
+    size = config.data.size
+    assert model.train_grid == (size // model.patch_embed.patch_size[0],) * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,17 +22,15 @@ from vision_rope.config import (
     load_config,
     to_yaml,
 )
-from vision_rope.data.randomness import derive_seed
 from vision_rope.losses import create_loss
 from vision_rope.optimization import create_optimizer, create_schedule
 from vision_rope.parallel import Distributed, choose_device, choose_precision, distributed
 from vision_rope.preparation import build_start, check_sweep, create_loaders
+from vision_rope.progress import show_progress
 from vision_rope.run_folder import Row, RunFolder, check_output, default_output
 
 # Steps between looks at whether the loss is finite, which wait for the device.
 CHECK_EVERY = {"cpu": 1, "cuda": 50, "mps": 50}
-# Seconds between refreshes of the progress bar's figures in a terminal.
-BAR_SECONDS = 0.5
 
 
 class TrainingDiverged(RuntimeError):
@@ -179,6 +177,8 @@ class Trainer:
         return RunResult(self.folder.path, self.folder.rows, self.best)
 
     def _train_epoch(self, epoch: int) -> Row:
+        from vision_rope.data.randomness import derive_seed
+
         loader, accumulate = self.train_loader, self.config.optimizer.accumulate
         loader.set_epoch(epoch)
         self.model.train()
@@ -189,7 +189,15 @@ class Trainer:
         check_every = CHECK_EVERY.get(self.world.device.type, 50)
         lr = 0.0
         places: dict[int, Tensor] = {}
-        for index, (images, labels, places[index]) in enumerate(self._show(loader, epoch, totals)):
+        batches = show_progress(
+            loader,
+            totals,
+            epoch=epoch,
+            epochs=self.config.schedule.epochs,
+            num_processes=self.world.world_size,
+            enabled=self.world.is_main and self.config.run.progress,
+        )
+        for index, (images, labels, places[index]) in enumerate(batches):
             if index == 0:
                 # An epoch's random numbers follow from the seed and its own number, so that a resumed run draws
                 # what the unbroken one would have; set here because a starting loader draws numbers itself.
@@ -338,40 +346,6 @@ class Trainer:
         is_parallel = isinstance(self.wrapped, nn.parallel.DistributedDataParallel)
         return self.wrapped.no_sync() if local and is_parallel else nullcontext()  # type: ignore[operator]
 
-    def _show(self, loader: Iterable[tuple[Tensor, ...]], epoch: int, totals: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Pass batches through under a progress bar: loss, accuracy, images a second, the run's time left."""
-        from tqdm import tqdm
-
-        epochs, count = self.config.schedule.epochs, len(self.train_loader)
-        is_terminal = sys.stderr.isatty()
-        interval = BAR_SECONDS if is_terminal else 30.0
-        start = shown = time.perf_counter()
-        with tqdm(
-            total=count,
-            desc=f"epoch {epoch + 1}/{epochs}",
-            unit="batch",
-            mininterval=interval,
-            leave=False,
-            dynamic_ncols=is_terminal,
-            disable=not (self.world.is_main and self.config.run.progress),
-        ) as bar:
-            for index, batch in enumerate(loader):
-                yield batch
-                now = time.perf_counter()
-                if not bar.disable and now - shown > interval:
-                    shown = now
-                    loss, hits, images = totals.tolist()
-                    seconds = now - start
-                    left = seconds / (index + 1) * (count * (epochs - epoch) - index - 1)
-                    figures = (
-                        f"loss {loss / images:.3f}",
-                        f"accuracy {hits / images:.1%}",
-                        f"{images * self.world.world_size / seconds:.0f} images/s",
-                        f"left {tqdm.format_interval(left)}",
-                    )
-                    bar.set_postfix_str(", ".join(figures), refresh=False)
-                bar.update()
-
     def _describe(self) -> str:
         config = self.config
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -387,6 +361,8 @@ class Trainer:
 
 def seed_everything(*parts: int) -> None:
     """Seed torch, numpy and Python by numbers, so that different numbers give unrelated streams."""
+    from vision_rope.data.randomness import derive_seed
+
     seed = derive_seed(*parts)
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)

@@ -1,0 +1,58 @@
+"""The progress bar of an epoch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from vision_rope.data import DeviceLoader
+
+# Seconds between new figures: in a terminal, and where every one of them makes a line of a file.
+TERMINAL_SECONDS = 0.5
+FILE_SECONDS = 30.0
+
+
+def show_progress(
+    loader: DeviceLoader, totals: Tensor, *, epoch: int, epochs: int, num_processes: int, enabled: bool
+) -> Iterator[tuple[Tensor, ...]]:
+    """Pass batches through under a bar with loss, accuracy, images a second and the time left to the whole run.
+
+    Args:
+        totals: sum of losses, right answers and images of this process so far; filled by whoever takes the batches.
+            Read when the figures are renewed alone, since reading waits for the device.
+    """
+    from tqdm import tqdm
+
+    is_terminal = sys.stderr.isatty()
+    interval = TERMINAL_SECONDS if is_terminal else FILE_SECONDS
+    start = shown = time.perf_counter()
+    with tqdm(
+        total=len(loader),
+        desc=f"epoch {epoch + 1}/{epochs}",
+        unit="batch",
+        mininterval=interval,
+        leave=False,
+        dynamic_ncols=is_terminal,
+        disable=not enabled,
+    ) as bar:
+        for index, batch in enumerate(loader):
+            yield batch
+            now = time.perf_counter()
+            if enabled and now - shown > interval:
+                shown = now
+                loss, hits, images = totals.tolist()
+                seconds = now - start
+                left = seconds / (index + 1) * (len(loader) * (epochs - epoch) - index - 1)
+                figures = (
+                    f"loss {loss / images:.3f}",
+                    f"accuracy {hits / images:.1%}",
+                    f"{images * num_processes / seconds:.0f} images/s",
+                    f"left {tqdm.format_interval(left)}",
+                )
+                bar.set_postfix_str(", ".join(figures), refresh=False)
+            bar.update()
