@@ -36,6 +36,7 @@ def show_progress(
         desc=f"epoch {epoch + 1}/{epochs}",
         unit="batch",
         mininterval=interval,
+        delay=0 if is_terminal else interval,
         leave=False,
         dynamic_ncols=is_terminal,
         disable=not enabled,
