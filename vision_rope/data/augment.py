@@ -259,7 +259,7 @@ class Mixing:
 
 
 def _check_size(size: int | tuple[int, int]) -> tuple[int, int]:
-    sides = (size, size) if isinstance(size, int) else tuple(size)
+    sides = (size, size) if isinstance(size, int | float) else tuple(size)
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
         raise ValueError(f"size is {size!r}, but it must be (height, width): two positive whole numbers")
     return sides[0], sides[1]

@@ -45,6 +45,8 @@ class DeviceLoader:
 
     Raises:
         BrokenImageError: while iterating, with the file's path, from workers too.
+        TypeError: while iterating, where the transform does not return uint8.
+        ValueError: while iterating, where it returns images of different sizes.
 
     Attributes:
         dataset: the data set.
@@ -53,7 +55,7 @@ class DeviceLoader:
 
     def __init__(
         self,
-        batches: DataLoader[HostBatch | BrokenImageError],
+        batches: DataLoader[HostBatch | Exception],
         dataset: ImageSource | IterableSource,
         num_images: int,
         num_batches: int,
@@ -122,7 +124,10 @@ class DeviceLoader:
                 batch = next(batches, None)
             if batch is None:
                 return
-            if isinstance(batch, BrokenImageError):
+            if isinstance(batch, Exception):
+                # Raised beside the iterator, an error would keep it alive in a cycle, whose collection waits five
+                # seconds for every worker.
+                del batches
                 raise batch
             yield batch
 
@@ -165,6 +170,7 @@ def create_loader(
     erasing: float = 0.0,
     dtype: torch.dtype = torch.float32,
     with_indices: bool = False,
+    accelerator: Accelerator | None = None,
 ) -> DeviceLoader:
     """Create the loader of one rank.
 
@@ -188,6 +194,7 @@ def create_loader(
         erasing: probability that a rectangle of an image takes the mean colour.
         dtype: of the images; they are normalised in float32 all the same.
         with_indices: give the images' places in the data set too.
+        accelerator: what orders copies and computation; none takes torch.cuda for CUDA devices and nothing for others.
 
     Raises:
         ValueError: for a batch that the ranks cannot share, a data set smaller than a training batch, and values
@@ -227,7 +234,7 @@ def create_loader(
         erasing=erasing,
         dtype=dtype,
         with_indices=with_indices,
-        accelerator=torch.cuda if device.type == "cuda" else None,
+        accelerator=accelerator or (torch.cuda if device.type == "cuda" else None),
     )
 
 
@@ -322,12 +329,12 @@ class StreamSamples(IterableDataset[Sample | BrokenImageError]):
             yield error
 
 
-def collate(samples: list[Sample | BrokenImageError]) -> HostBatch | BrokenImageError:
-    """Stack uint8 images; a broken one stands for the whole batch.
+def collate(samples: list[Sample | BrokenImageError]) -> HostBatch | Exception:
+    """Stack uint8 images.
 
-    Raises:
-        TypeError: for images that are not uint8.
-        ValueError: for images of different sizes.
+    Returns:
+        the batch, or in its place what the main process is to raise: BrokenImageError for a broken image, TypeError for
+        images that are not uint8, ValueError for images of different sizes.
     """
     whole: list[Sample] = []
     for sample in samples:
@@ -337,12 +344,12 @@ def collate(samples: list[Sample | BrokenImageError]) -> HostBatch | BrokenImage
     images = [image for image, *_ in whole]
     for image in images:
         if image.dtype != torch.uint8:
-            raise TypeError(
+            return TypeError(
                 f"the transform returned {image.dtype}, but a batch is made of uint8 images in 0..255; "
                 "leave scaling and normalising out of the transform: the loader does both on the device"
             )
         if image.shape != images[0].shape:
-            raise ValueError(
+            return ValueError(
                 f"the transform returned images of {tuple(images[0].shape)} and {tuple(image.shape)} in one batch; "
                 "it must end in a resize or a crop to one size"
             )
