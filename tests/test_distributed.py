@@ -201,10 +201,6 @@ def _train_sharded(param_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.xfail(
-    strict=True,
-    reason="FSDP rebuilds dataclass arguments by dataclasses.replace, which Rotation's init=False field refuses",
-)
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
 def test_sharded_models_turn_by_exact_angles(param_dtype):
     """Failure class 12: learned frequencies stay float32 under FSDP2 with bf16 parameters, and are trained."""

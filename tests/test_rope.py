@@ -1,4 +1,4 @@
-"""Rope and its presets: the peers' numbers, live parity with timm and Ultralytics, the laws for every row of PRESETS."""
+"""Rope and its presets: the peers' numbers, live parity with timm and Ultralytics, the laws for every preset."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.testing import assert_close
 
 import vision_rope as vr
 from vision_rope.frequencies import Ladder, ladder
-from vision_rope.rope_presets import PRESETS
 from vision_rope.rope import Rope
+from vision_rope.rope_presets import PRESETS
 from vision_rope.rotation import PAIRINGS
 
 SIZES = {1: (7,), 2: (3, 5), 3: (2, 3, 4)}

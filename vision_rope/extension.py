@@ -139,12 +139,17 @@ EXTENSIONS: dict[str, Method] = {
 }
 
 
-def check_method(name: str, knobs: dict[str, Any], *, has_ladder: bool, bounded: bool, subject: str) -> Method:
-    """The row of EXTENSIONS of that name, or ValueError with the reason why it means nothing for `subject`."""
+def check_name(name: str) -> None:
+    """Raise ValueError for a method that does not exist, naming the nearest."""
     if name not in EXTENSIONS:
         nearest = difflib.get_close_matches(name, EXTENSIONS, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise ValueError(f"method is {name!r}; the context-extension methods are {', '.join(EXTENSIONS)}{hint}")
+
+
+def check_method(name: str, knobs: dict[str, Any], *, has_ladder: bool, bounded: bool, subject: str) -> Method:
+    """The row of EXTENSIONS of that name, or ValueError with the reason why it means nothing for `subject`."""
+    check_name(name)
     method = EXTENSIONS[name]
     for knob in knobs:
         if knob not in method.knobs():

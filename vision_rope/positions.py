@@ -31,7 +31,7 @@ def grid_positions(*size: int, device: torch.device | str | None = None) -> Tens
 def rescaled_positions(
     *size: int, reference: Sequence[int], offset: float = 0.0, device: torch.device | str | None = None
 ) -> Tensor:
-    """Index positions stretched, an axis at a time, to the range of a reference grid: (index + offset) * reference / size.
+    """Index positions stretched, an axis at a time, to a reference grid: (index + offset) * reference / size.
 
     Shapes: size (h, w) -> (h * w, 2); reference has one length an axis.
     Raises: ValueError where size and reference disagree in their number of axes.
@@ -141,7 +141,7 @@ class Coordinates:
     Attributes:
         reference: stretch indices to this grid (EVA-02); None leaves them.
         normalize: cell centres in [-1, 1] instead of indices (DINOv3); None leaves indices.
-        offset: added to every index, before it is stretched (Perception Encoder begins at 1, since its class token sits at 0).
+        offset: added to every index, before it is stretched (Perception Encoder begins at 1: its class token has 0).
         shift, jitter, rescale: augmentation in training, see `augment_positions`.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -29,15 +29,15 @@ class Rotation:
     sin: Tensor
     pairing: Pairing
     attention_scale: float = 1.0
-    _phase: Tensor | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         if self.pairing not in PAIRINGS:
             raise ValueError(f"pairing is {self.pairing!r}; choose one of {', '.join(PAIRINGS)}")
         # The complex table of the eager path is built here, once for all layers and outside of activation checkpoints,
-        # whose recomputation must see the same graph as the first pass.
-        if self.pairing == "interleaved" and _complex_pays(self.cos):
-            self._phase = torch.complex(self.cos, self.sin)
+        # whose recomputation must see the same graph as the first pass. It is no field, since FSDP2 rebuilds dataclass
+        # arguments from their fields.
+        pays = self.pairing == "interleaved" and _complex_pays(self.cos)
+        self._phase = torch.complex(self.cos, self.sin) if pays else None
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -1,15 +1,32 @@
-"""timm's attention layer and blocks with one argument more: the rotation of queries and keys."""
+"""timm's layers as conversion needs them: attention and blocks that take a rotation, patches of images of any size."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from timm.layers import Attention
+import torch.nn.functional as F
+from timm.layers import Attention, PatchEmbed
 from timm.layers.attention import resolve_self_attn_mask
 from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBlock
 from torch import Tensor, nn
 
 from vision_rope.attention import attend
 from vision_rope.rotation import Rotation, rotate, rotate_qkv
+
+
+class AnySizePatchEmbed(PatchEmbed):
+    """timm's PatchEmbed that leaves patches as a grid, for images of any size.
+
+    The model checks sizes itself: timm's own messages would tie compiled and exported graphs to one size.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes: images (batch, channels, height, width) -> (batch, rows, columns, dim)."""
+        if self.dynamic_img_pad:
+            height, width = x.shape[-2:]
+            x = F.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
 
 class PositionedAttention(Attention):
@@ -117,3 +134,10 @@ BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
     ResPostBlock: PositionedResPostBlock,
     ParallelThingsBlock: PositionedParallelThingsBlock,
 }
+
+
+def attention_layers(block: Any) -> list[nn.Module]:
+    """The attention layers of a block of one of the kinds in BLOCKS."""
+    if isinstance(block, ParallelThingsBlock):
+        return [branch.attn for branch in block.attns]
+    return [block.attn]

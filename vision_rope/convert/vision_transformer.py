@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from timm.layers import Attention, PatchDropout, PatchDropoutWithIndices
+from timm.layers import Attention, Format, PatchDropout, PatchDropoutWithIndices, PatchEmbed
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from vision_rope.convert.blocks import BLOCKS, PositionedAttention
+from vision_rope.convert.blocks import BLOCKS, AnySizePatchEmbed, PositionedAttention, attention_layers
 from vision_rope.encodings import Sinusoidal
-from vision_rope.extension import Extension, check_method
+from vision_rope.extension import Extension, check_name
 from vision_rope.positions import with_prefix
 from vision_rope.rope import Rope
 from vision_rope.rope_presets import PRESETS, preset
@@ -117,20 +117,23 @@ class PositionedModel(nn.Module):
 
     def set_extension(self, method: str, train_size: Sequence[int] | None = None, **knobs: Any) -> None:
         """See `vision_rope.set_extension`."""
+        check_name(method)
+        if method == "none":
+            if knobs:
+                raise ValueError(
+                    f"{', '.join(knobs)} would have no effect with method 'none', which switches extension off"
+                )
+            self.extension = None
+            return
         if not isinstance(self.position, Rope):
-            if method == "none":
-                return
             raise ValueError(
                 f"{method} means nothing for the position encoding {self.position_name!r}: context extension "
                 "changes the frequencies of a rotary embedding, and there are none; use none"
             )
         grid = self.train_grid if train_size is None else tuple(train_size)
-        if method == "none":
-            check_method(method, knobs, has_ladder=True, bounded=False, subject=self.position_name)
-            self.extension = None
-        else:
-            self.position.extension_for(method, train_size=grid, size=grid, **knobs)
-            self.extension = (method, grid, knobs)
+        # A grid that needs extension, so that options are checked now and not in the first forward pass that needs it.
+        self.position.extension_for(method, train_size=grid, size=[2 * length for length in grid], **knobs)
+        self.extension = (method, grid, knobs)
 
     def _embed(self, images: Tensor) -> tuple[Tensor, Sequence[Rotation | None]]:
         tokens, rotations, _ = self._embed_with_grid(images)
@@ -162,6 +165,11 @@ class PositionedModel(nn.Module):
         """The rotation of each block, for the patches that are left (kept: (batch, patches) indices; None: all)."""
         if not isinstance(self.position, Rope):
             return [None] * len(self.blocks)
+        if len(self.blocks) > self.position.depth:
+            raise ValueError(
+                f"the model has {len(self.blocks)} blocks and its encoding layers for {self.position.depth}; "
+                "add blocks before add_position"
+            )
         positions = self.position.positions(*grid, device=device)
         if self.training:
             positions = self.position.coordinates.augment(positions)
@@ -230,10 +238,12 @@ def convert(model: Any, position: str | Rope, *, keep_absolute: bool = False, **
         layer.__class__ = PositionedAttention
     model.__class__ = MODELS[type(model)]
     if isinstance(drop, PatchDropout):
-        model.patch_drop = PatchDropoutWithIndices(drop.prob, drop.num_prefix_tokens, drop.ordered)
+        # timm built the layer of a distilled deit before it counted the distillation token.
+        kept = max(drop.num_prefix_tokens, model.num_prefix_tokens)
+        model.patch_drop = PatchDropoutWithIndices(drop.prob, kept, drop.ordered).train(drop.training)
     if not keep_absolute and name != "learned":
         model.pos_embed = None
-    model.position = encoding
+    model.position = encoding if encoding is None else encoding.train(model.training)
     model.position_name = name
     model.train_grid = tuple(model.patch_embed.grid_size)
     model.extension = None
@@ -248,7 +258,7 @@ def _attention_layers(model: Any) -> list[Attention]:
         if type(block) not in BLOCKS:
             known = ", ".join(kind.__name__ for kind in BLOCKS)
             raise ValueError(f"the model's blocks are {type(block).__name__}; add_position supports {known}")
-        layers += [module for module in block.modules() if type(module).__name__.endswith("Attention")]
+        layers += attention_layers(block)
     for layer in layers:
         if type(layer) is not Attention:
             raise ValueError(f"the model's attention is {type(layer).__name__}; add_position supports timm's Attention")
@@ -267,6 +277,16 @@ def _build_encoding(
                     f"position {rope.name!r} has {what} {getattr(rope, what)} and the model needs {wanted}; choose a "
                     "2D preset and build it with the model's head_dim"
                 )
+        if rope.frequencies.shape[1] not in (1, layer.num_heads):
+            raise ValueError(
+                f"position {rope.name!r} has frequencies for {rope.frequencies.shape[1]} heads and the model has "
+                f"{layer.num_heads}; build it with num_heads={layer.num_heads}"
+            )
+        if rope.extension is not None:
+            raise ValueError(
+                f"position {rope.name!r} is extended for one grid; give the original one, and choose the extension for "
+                "every grid with set_extension"
+            )
         if rope.depth != len(model.blocks):
             raise ValueError(
                 f"position {rope.name!r} was built for depth {rope.depth} and the model has {len(model.blocks)} "
@@ -302,4 +322,6 @@ def _accept_any_size(model: Any) -> None:
     model.dynamic_img_size = True
     model.patch_embed.strict_img_size = False
     model.patch_embed.flatten = False
-    model.patch_embed.output_fmt = "NHWC"
+    model.patch_embed.output_fmt = Format.NHWC
+    if type(model.patch_embed) is PatchEmbed:
+        model.patch_embed.__class__ = AnySizePatchEmbed
