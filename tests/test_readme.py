@@ -1,0 +1,43 @@
+"""What the README shows is what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vision_rope.encodings import ENCODINGS
+from vision_rope.extension import EXTENSIONS
+from vision_rope.rope_presets import PRESETS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_there_are_snippets():
+    assert len(SNIPPETS) == README.count("```python")
+    assert SNIPPETS
+
+
+@pytest.mark.parametrize("index", range(len(SNIPPETS)))
+def test_snippets_run(index):
+    exec(compile(SNIPPETS[index], f"README snippet {index}", "exec"), {})
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *EXTENSIONS, *ENCODINGS])
+def test_every_row_of_the_tables_is_named(name):
+    assert f"`{name}`" in README
+
+
+def test_files_that_are_named_exist():
+    for name in re.findall(r"\b(?:configs|notebooks|docs|tests)/[\w./-]+\w", README):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_module_has_its_line():
+    for path in (ROOT / "vision_rope").glob("*"):
+        name = f"{path.name}/" if path.is_dir() else path.name
+        if path.suffix == ".py" and not name.startswith("__"):
+            assert f"`{name}`" in README, name
