@@ -17,8 +17,9 @@ import pytest
 import torch
 from PIL import Image
 
-from vision_rope.data.datasets import FileSource, IterableSource, ReaderSource, hold_out, open_dataset
+from vision_rope.data.datasets import hold_out, open_dataset
 from vision_rope.data.decode import BrokenImageError
+from vision_rope.data.sources import FileSource, IterableSource, ReaderSource
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +246,18 @@ class TestTimm:
         assert [label for _, label in items] == [1, 2]
         with pytest.raises(BrokenImageError, match="wds/x"):
             list(IterableSource("wds/x", [(files[0].read_bytes()[:300], 0)], []))
+
+    def test_hugging_face_datasets(self, cifar: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        pytest.importorskip("datasets")
+        source = open_dataset(f"hfds/{cifar}", "train", root=str(tmp_path))
+        files = sorted((cifar / "train").glob("*/*.jpg"))
+        assert isinstance(source, ReaderSource)
+        assert source.classes == sorted({file.parent.name for file in files})
+        assert len(source) == len(files)
+        own = sorted((source.labels[place], source[place][0].sum().item()) for place in range(len(source)))
+        wanted = sorted((source.classes.index(file.parent.name), pillow(file).sum().item()) for file in files)
+        torch.testing.assert_close(torch.tensor(own), torch.tensor(wanted), rtol=1e-3, atol=0)
 
     # webdataset leaves its shards open
     @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

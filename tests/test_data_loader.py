@@ -17,8 +17,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from vision_rope.data import BrokenImageError, create_loader, eval_transform, open_dataset, train_transform
-from vision_rope.data.datasets import FileSource, IterableSource
 from vision_rope.data.loader import DeviceLoader
+from vision_rope.data.sources import FileSource, IterableSource
 
 # Newer versions of Python warn of every fork beside threads, which is how DataLoader starts its workers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -8,20 +8,14 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib.util
-import io
 import os
-from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal
 
-from PIL import Image
-from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
-
-from vision_rope.data.decode import BrokenImageError, convert_pil, decode_image
+from vision_rope.data.sources import FileSource, ImageSource, IterableSource
+from vision_rope.data.timm_datasets import TIMM_PREFIXES, open_timm
 
 Split = Literal["train", "validation"]
 
@@ -31,163 +25,6 @@ IMAGE_EXTENSIONS = (
     *(".avif", ".heic", ".heif", ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".tga"),
 )
 VALIDATION_FOLDERS = ("validation", "val", "valid", "test")
-# The packages that timm's prefixes need beyond what is installed with this one.
-TIMM_PREFIXES: dict[str, str | None] = {
-    "torch": None,
-    "hfds": "datasets",
-    "hfids": "datasets",
-    "wds": "webdataset",
-    "tfds": "tensorflow_datasets",
-}
-
-
-class ImageSource(ABC, Dataset[tuple[Tensor, int]]):
-    """Labelled images with random access; item i is (uint8 (3, height, width) in RGB, class).
-
-    Attributes:
-        name: what the data set was opened as.
-        classes: names of the classes, in the order of their numbers.
-        labels: class of every image; none where that is unknown before decoding.
-        licence: licence of the images where it is known.
-    """
-
-    name: str
-    classes: list[str]
-    labels: list[int] | None
-    licence: str | None
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def __getitem__(self, index: int) -> tuple[Tensor, int]: ...
-
-    @abstractmethod
-    def path(self, index: int) -> str:
-        """File of an image, or a name for it such as hfds/NAME[5] where there is no file."""
-
-
-class FileSource(ImageSource):
-    """Images that are a file each."""
-
-    def __init__(
-        self,
-        name: str,
-        classes: Sequence[str],
-        paths: Sequence[str],
-        labels: Sequence[int],
-        licence: str | None = None,
-    ) -> None:
-        self.name = name
-        self.classes = list(classes)
-        self.labels: list[int] = list(labels)
-        self.licence = licence
-        self.paths = list(paths)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return decode_image(self.paths[index]), self.labels[index]
-
-    def path(self, index: int) -> str:
-        return self.paths[index]
-
-
-class PillowSource(ImageSource):
-    """A data set of torchvision's whose items are Pillow images."""
-
-    def __init__(self, name: str, dataset: Any, classes: Sequence[str], labels: Sequence[int] | None) -> None:
-        self.name = name
-        self.classes = list(classes)
-        self.labels = None if labels is None else list(labels)
-        self.licence = None
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        try:
-            image, label = self._dataset[index]
-            return convert_pil(image), int(label)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise BrokenImageError(self.path(index), str(error)) from error
-
-    def path(self, index: int) -> str:
-        return f"{self.name}[{index}]"
-
-
-class Reader(Protocol):
-    """The part of timm's readers that is used here: encoded images, not decoded ones."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> tuple[io.IOBase, int]: ...
-
-
-class ReaderSource(ImageSource):
-    """Images from one of timm's readers; timm's own data set would put a neighbour in the place of a broken image."""
-
-    def __init__(self, name: str, reader: Reader, classes: Sequence[str]) -> None:
-        self.name = name
-        self.classes = list(classes)
-        self.licence = None
-        self._reader = reader
-
-    @cached_property
-    def labels(self) -> list[int] | None:  # type: ignore[override]
-        """Class of every image, read when first asked for: a large table takes its time."""
-        return [int(label) for label in self._reader.iter_targets()] if hasattr(self._reader, "iter_targets") else None
-
-    def __len__(self) -> int:
-        return len(self._reader)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        file, label = self._reader[index]
-        with file:
-            return decode_image(file.read(), name=self.path(index)), int(label)
-
-    def path(self, index: int) -> str:
-        return f"{self.name}[{index}]"
-
-
-class IterableSource(IterableDataset[tuple[Tensor, int]]):
-    """Labelled images that come in a stream: no random access, no index; timm's reader shares them out.
-
-    Attributes:
-        name, classes, labels, licence: as in ImageSource; there are no labels beforehand.
-    """
-
-    def __init__(self, name: str, stream: Any, classes: Sequence[str]) -> None:
-        self.name = name
-        self.classes = list(classes)
-        self.labels: list[int] | None = None
-        self.licence: str | None = None
-        self._stream = stream
-
-    def __len__(self) -> int:
-        return len(self._stream)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
-        for position, (image, label) in enumerate(self._stream):
-            if isinstance(image, Image.Image):
-                yield convert_pil(image), int(label)
-            else:
-                yield decode_image(bytes(image), name=f"{self.name}[{position} of this worker]"), int(label)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which the order of training follows from."""
-        self._stream.set_epoch(epoch)
-
-    def set_num_workers(self, num_workers: int) -> None:
-        """Say before the first iteration how many workers will read."""
-        self._stream.set_loader_cfg(num_workers=num_workers)
-
-    def read_everything(self) -> None:
-        """Let this process read all images, not its rank's part: timm's parts repeat some images and miss others."""
-        self._stream.reader.dist_rank = 0
-        self._stream.reader.dist_num_replicas = 1
 
 
 def open_dataset(
@@ -315,55 +152,6 @@ def open_folder(
     return FileSource(name, classes, [files[index][0] for index in chosen], [files[index][1] for index in chosen])
 
 
-def open_timm(
-    source: str, split: str, *, root: str | None, is_training: bool, seed: int, download: bool
-) -> ImageSource | IterableSource:
-    """Open one of timm's names, whose prefix says what reads it: torchvision, Hugging Face, webdataset, tensorflow."""
-    from timm.data import create_dataset
-    from timm.data.dataset import ImageDataset, IterableImageDataset
-    from torchvision.datasets import DatasetFolder
-
-    prefix = source.split("/")[0]
-    package = TIMM_PREFIXES[prefix]
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise ModuleNotFoundError(
-            f"{source} needs the package {package}: pip install {package.replace('_', '-')}", name=package
-        )
-    if root is None and prefix in ("torch", "wds"):
-        raise ValueError(f"{source} needs root: the folder that its files are in")
-    root = None if root is None or "://" in root else str(Path(root).expanduser())
-    try:
-        dataset = create_dataset(
-            source,
-            root=root,
-            split=split,
-            is_training=is_training,
-            seed=seed,
-            # timm hands it on only where it means something
-            download=download,
-        )
-    except (AssertionError, RuntimeError, FileNotFoundError) as error:
-        raise ValueError(f"data source {source} (root {root}, split {split}) cannot be opened: {error}") from error
-    if isinstance(dataset, DatasetFolder):
-        classes = [entry if isinstance(entry, str) else ", ".join(entry) for entry in dataset.classes]
-        return FileSource(
-            source, classes, [path for path, _ in dataset.samples], [label for _, label in dataset.samples]
-        )
-    if isinstance(dataset, IterableImageDataset):
-        return IterableSource(source, dataset, class_names(dataset.reader) or read_class_names(source, root))
-    if isinstance(dataset, ImageDataset):
-        images = ReaderSource(source, dataset.reader, class_names(dataset.reader))
-        if not images.classes and images.labels:
-            images.classes = [str(label) for label in range(max(images.labels) + 1)]
-        return images
-    targets = getattr(dataset, "targets", None)
-    labels = None if targets is None else [int(label) for label in targets]
-    known = getattr(dataset, "classes", None)
-    if known is None and labels is None:
-        raise ValueError(f"{source} tells neither its classes nor its labels; unpack it and open it as folder:PATH")
-    return PillowSource(source, dataset, known or [str(label) for label in range(max(labels or [0]) + 1)], labels)
-
-
 DATASETS: dict[str, Callable[[str, Split, str, str, float, int], ImageSource]] = {
     "elpv": open_elpv,
     "folder": open_folder,
@@ -425,21 +213,3 @@ def list_files(folder: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
             )
         files += [(path, label) for path in found]
     return files
-
-
-def read_class_names(source: str, root: str | None) -> list[str]:
-    """Read the names of a stream's classes, one a line, from classnames.txt in its folder.
-
-    Raises:
-        ValueError: where there is no such file: the classes could only be counted by reading every image.
-    """
-    file = Path(root or ".") / "classnames.txt"
-    if not file.is_file():
-        raise ValueError(f"{source} does not name its classes; write their names, one a line, into {file}")
-    return [line for line in file.read_text().splitlines() if line.strip()]
-
-
-def class_names(reader: Any) -> list[str]:
-    """Names of a timm reader's classes by number; empty where the reader does not know them."""
-    numbers: dict[str, int] = getattr(reader, "class_to_idx", None) or {}
-    return [str(name) for name, _ in sorted(numbers.items(), key=lambda entry: entry[1])]
