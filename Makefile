@@ -9,12 +9,12 @@ help:  ## list the targets
 
 $(VENV)/train.stamp: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -e '.[elpv]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[elpv]'
 	touch $@
 
 $(VENV)/dev.stamp: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $(VENV)/train.stamp $@
 
 train: $(VENV)/train.stamp  ## train the default configuration, evaluate it at sizes it never saw

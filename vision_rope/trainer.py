@@ -350,9 +350,10 @@ class Trainer:
         config = self.config
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         start = f"from epoch {self.epoch + 1} on" if self.epoch else ""
+        licence = f" (licence {self.train_loader.dataset.licence})" if self.train_loader.dataset.licence else ""
         parts = [
             f"{config.model.name} with {config.model.position}, {parameters / 1e6:.2f} M parameters",
-            f"{config.data.source}, {len(self.classes)} classes, {config.data.size} px",
+            f"{config.data.source}{licence}, {len(self.classes)} classes, {config.data.size} px",
             f"{config.schedule.epochs} epochs of {len(self.train_loader)} steps {start}".rstrip(),
             f"{self.world.device} x {self.world.world_size}, {str(self.dtype).removeprefix('torch.')}",
         ]
