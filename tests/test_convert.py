@@ -1310,3 +1310,15 @@ def test_export_with_dynamic_size(position: str, strict: bool) -> None:
     for size in ((4, 6), (3, 11), (9, 2)):
         x = images(*size)
         assert_close(program.module()(x), model(x), rtol=0, atol=2e-5)
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")  # tracing is deprecated and warns of every size it meets
+@pytest.mark.parametrize("position", POSITIONS)
+def test_traced_models_follow_the_size(position: str) -> None:
+    model = build(position=position)
+    traced = torch.jit.trace(model, (images(4, 4),), check_trace=False)
+    assert not any("omplex" in str(node) for node in traced.inlined_graph.nodes())
+    for rows, columns in ((4, 4), (3, 5), (5, 3)):
+        x = images(rows, columns)
+        assert_close(traced(x), model(x), rtol=0, atol=1e-5)

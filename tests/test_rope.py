@@ -353,6 +353,25 @@ def test_tables_are_right_far_out(name):
     assert_close(rope(positions).sin.double(), brute_force_angles(rope, positions).sin(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_default_dtype_changes_nothing(name, dtype):
+    torch.manual_seed(1)
+    expected = make(name)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        torch.manual_seed(1)
+        rope = make(name)
+        positions = rope.positions(*SIZES[rope.axes])
+        rotation = rope(positions)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(rope.frequencies, expected.frequencies)
+    assert positions.dtype == rotation.cos.dtype == torch.float32
+    assert torch.equal(rotation.cos, expected(positions).cos)
+
+
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("name", PRESETS)
 def test_meta_then_load(name, assign):

@@ -154,6 +154,33 @@ def test_pairing_permutation_is_exact(head_dim):
             assert_close(by_target, by_source, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_layout_in_memory(pairing, dtype):
+    """Views that cannot be read as complex numbers in place: odd offsets, odd strides, transposed, expanded."""
+    rotation, _ = make_rotation(heads=3, pairing=pairing)
+    wide = torch.randn(2, 3, 6, 19).to(dtype)
+    flat = torch.randn(2 * 3 * 6 * 8 + 1).to(dtype)
+    views = {
+        "odd offset": wide[..., 1:9],
+        "odd rows": wide[..., :8],
+        "every second channel": wide[..., 2:18:2],
+        "contiguous at an odd offset": flat[1:].view(2, 3, 6, 8),
+        "transposed": torch.randn(2, 3, 8, 6).to(dtype).transpose(-1, -2),
+        "expanded": torch.randn(1, 1, 1, 8).to(dtype).expand(2, 3, 6, 8),
+    }
+    for name, view in views.items():
+        expected = vr.rotate(view.clone(memory_format=torch.contiguous_format), rotation)
+        turned = vr.rotate(view, rotation)
+        assert turned.shape == expected.shape, name
+        assert_close(turned, expected)
+    packed = torch.randn(2, 6, 3, 3, 9).to(dtype)[..., 1:]
+    for got, expected in zip(
+        vr.rotate_qkv(packed, rotation), vr.rotate_qkv(packed.contiguous(), rotation), strict=True
+    ):
+        assert_close(got, expected)
+
+
 def test_meta_and_empty_tensors():
     rotation, _ = make_rotation()
     assert vr.rotate(torch.empty(0, 3, 6, 8), rotation).shape == (0, 3, 6, 8)

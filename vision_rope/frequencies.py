@@ -85,7 +85,7 @@ def mixed_frequencies(
     """
     check_head_dim(head_dim, axes=2)
     # On torch's default device, so that a model built on "meta" stays there until it is materialised.
-    direction = 2 * math.pi * torch.rand(depth, num_heads, 1, generator=generator)
+    direction = 2 * math.pi * torch.rand(depth, num_heads, 1, dtype=torch.float32, generator=generator)
     magnitude = ladder(head_dim // 4, base).to(device=direction.device, dtype=torch.float32)
     directions = (direction, direction + math.pi / 2)
     rows = torch.cat([magnitude * angle.sin() for angle in directions], dim=-1)

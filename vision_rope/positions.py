@@ -186,6 +186,8 @@ def _mesh(axes: list[Tensor]) -> Tensor:
 def _check_size(size: tuple[int, ...]) -> None:
     if not size:
         raise ValueError("a grid needs at least one length: (n), (h, w) or (t, h, w)")
+    if torch.jit.is_tracing():
+        return  # lengths are tensors there, which a comparison would turn into constants
     for length in size:
         # A length is symbolic while a model is exported with dynamic height and width.
         if isinstance(length, bool) or not isinstance(length, int | torch.SymInt) or length < 1:

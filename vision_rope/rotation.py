@@ -102,8 +102,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, phase: Tensor | None, pairing: Pa
     wide = x.to(dtype)
     if phase is not None and _complex_pays(x):
         # At the speed of a copy in eager mode: one fused multiplication, no temporary halves.
-        pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
-        turned = torch.view_as_real(pairs * phase).flatten(-2)
+        turned = torch.view_as_real(_view_as_complex(wide) * phase).flatten(-2)
     elif pairing == "interleaved":
         even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
@@ -111,6 +110,14 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, phase: Tensor | None, pairing: Pa
         first, second = wide.chunk(2, dim=-1)
         turned = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
     return turned.to(x.dtype)
+
+
+def _view_as_complex(x: Tensor) -> Tensor:
+    """Neighbouring channels as complex numbers, (..., 2 * pairs) -> (..., pairs), without a copy where possible."""
+    aligned = x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(step % 2 == 0 for step in x.stride()[:-1])
+    if not aligned:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
 def _complex_pays(x: Tensor) -> bool:
