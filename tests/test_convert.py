@@ -1317,7 +1317,8 @@ def test_export_with_dynamic_size(position: str, strict: bool) -> None:
 @pytest.mark.parametrize("position", POSITIONS)
 def test_traced_models_follow_the_size(position: str) -> None:
     model = build(position=position)
-    traced = torch.jit.trace(model, (images(4, 4),), check_trace=False)
+    # Not at the trained grid, where timm leaves the resampling of a learned embedding out of the trace.
+    traced = torch.jit.trace(model, (images(3, 4),), check_trace=False)
     assert not any("omplex" in str(node) for node in traced.inlined_graph.nodes())
     for rows, columns in ((4, 4), (3, 5), (5, 3)):
         x = images(rows, columns)
