@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
@@ -41,3 +42,12 @@ def test_every_module_has_its_line():
         name = f"{path.name}/" if path.is_dir() else path.name
         if path.suffix == ".py" and not name.startswith("__"):
             assert f"`{name}`" in README, name
+
+
+def test_results_are_those_that_were_written():
+    with (ROOT / "docs" / "results" / "default" / "evaluation.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 28
+    for row in rows:
+        figures = [f"{float(row[key]):.3f}" for key in ("top1", "balanced_accuracy", "auroc", "nll", "ece")]
+        assert f"| {row['size']} | {row['method']} | {' | '.join(figures)} |" in README
