@@ -1313,6 +1313,16 @@ def test_export_with_dynamic_size(position: str, strict: bool) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("position", POSITIONS)
+def test_export_with_dynamic_batch(position: str) -> None:
+    model = build(position=position)
+    program = torch.export.export(model, (images(3, 5),), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},))
+    x = torch.cat([images(3, 5), images(3, 5)[:1]])
+    assert_close(program.module()(x), model(x), rtol=0, atol=2e-5)
+
+
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated and warns of every size it meets
 @pytest.mark.parametrize("position", POSITIONS)
 def test_traced_models_follow_the_size(position: str) -> None:

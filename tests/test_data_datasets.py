@@ -98,6 +98,18 @@ class TestElpv:
 
 
 class TestFolder:
+    def test_links_do_not_multiply_pictures(self, cifar: Path, tmp_path: Path) -> None:
+        """A link to a folder above would show each picture again, in training and in validation."""
+        for name in ("cat", "truck"):
+            shutil.copytree(cifar / "train" / name, tmp_path / name)
+        (tmp_path / "cat" / "again").symlink_to(tmp_path / "cat")
+        elsewhere = tmp_path.parent / f"{tmp_path.name} elsewhere"
+        shutil.copytree(cifar / "val" / "cat", elsewhere)
+        (tmp_path / "cat" / "more").symlink_to(elsewhere)
+        parts = [open_dataset(f"folder:{tmp_path}", split) for split in ("train", "validation")]
+        files = [Path(part.path(index)).resolve() for part in parts for index in range(len(part))]
+        assert len(files) == len(set(files)) == 8 + 8 + 8
+
     def test_own_splits(self, cifar: Path) -> None:
         train, validation = (open_dataset(f"folder:{cifar}", split) for split in ("train", "validation"))
         assert train.classes == validation.classes == ["airplane", "cat", "truck"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -494,3 +495,33 @@ def test_every_configuration_builds_its_model_optimizer_and_schedule(path):
     create_loss(config.loss.name, config.loss.label_smoothing, 10)
     size = config.data.size
     assert model.train_grid == (size // model.patch_embed.patch_size[0],) * 2
+
+
+def test_a_class_missing_from_validation_leaves_the_best_weights_to_top1(pictures, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(pictures / "train", data)
+    for file in sorted((data / "light").iterdir())[1:]:
+        file.unlink()  # one picture: a quarter of it rounds to none for validation
+    result = train(load_config(words(data, tmp_path / "run")))
+    assert result.best["val_top1"] == max(row["val_top1"] for row in result.rows)
+    assert checkpoint.load_run(tmp_path / "run").classes == ["dark", "light"]
+
+
+def test_weights_that_are_not_finite_do_not_replace_the_last_state(configure, tmp_path, monkeypatch):
+    """Failure class 23: the last update of an epoch without validation has no loss after it."""
+    run = Trainer(configure("--evaluation.every", "3"))
+    update, updates = run._update, 0
+
+    def poisoned() -> None:
+        nonlocal updates
+        updates += 1
+        if updates == 2 * run.updates_per_epoch:
+            next(run.model.parameters()).grad.fill_(math.inf)
+        update()
+
+    monkeypatch.setattr(run, "_update", poisoned)
+    with pytest.raises(TrainingDiverged, match="the weights after epoch 2 are not finite"):
+        run.fit()
+    assert checkpoint.load_state(tmp_path / "run" / "last" / "state.pt")["epoch"] == 1
+    weights, _ = checkpoint.load_weights(tmp_path / "run" / "last" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())

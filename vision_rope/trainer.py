@@ -151,9 +151,14 @@ class Trainer:
         self._first_bad = torch.full((), -1, device=world.device)
 
     def _score(self, row: Row) -> tuple[float, float]:
-        """What the best epoch has most of: AUROC for two classes, else top-1; on a tie, the likelihood."""
-        score = row.get("val_auroc" if len(self.classes) == 2 else "val_top1")
-        return (-np.inf, -np.inf) if score is None else (score, -row["val_nll"])
+        """What the best epoch has most of: AUROC for two classes, else top-1; on a tie, the likelihood.
+
+        Where the validation part lacks one of two classes there is no AUROC, and top-1 decides.
+        """
+        top1, auroc = row.get("val_top1"), row.get("val_auroc")
+        if top1 is None:
+            return (-np.inf, -np.inf)
+        return (top1 if auroc is None or not np.isfinite(auroc) else auroc, -row["val_nll"])
 
     def fit(self) -> RunResult:
         """Train the epochs that are left."""
@@ -301,6 +306,9 @@ class Trainer:
 
     def _keep(self, epoch: int, row: Row) -> None:
         """Write what an epoch came to: best.safetensors where it is the best, its row, last/ at the end."""
+        # The last update of an epoch has no loss after it that would show what it did.
+        if not torch.stack([parameter.isfinite().all() for parameter in self.model.parameters()]).all():
+            raise self._diverged(f"the weights after epoch {epoch + 1} are not finite", self._lr())
         self.epoch = epoch + 1
         is_best = self._score(row) > self._score(self.best)
         if is_best:

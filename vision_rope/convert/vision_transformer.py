@@ -158,7 +158,7 @@ class PositionedModel(nn.Module):
         if self.pos_embed is not None:
             return super()._pos_embed(x)  # type: ignore[misc]
         tokens = (self.cls_token, getattr(self, "dist_token", None), self.reg_token)
-        prefix = [token.expand(len(x), -1, -1) for token in tokens if token is not None]
+        prefix = [token.expand(x.shape[0], -1, -1) for token in tokens if token is not None]
         return self.pos_drop(torch.cat((*prefix, x.flatten(1, 2)), dim=1))
 
     def _rotations(self, grid: tuple[int, int], kept: Tensor | None, device: torch.device) -> Sequence[Rotation | None]:

@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -193,6 +193,19 @@ def list_classes(folder: Path) -> list[str]:
     return classes
 
 
+def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Folders at any depth with their files, links followed; no folder twice, so that a link upwards ends."""
+    seen: set[str] = set()
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        yield parent, files
+
+
 def list_files(folder: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     """List the images of every class, at any depth, as (path, label).
 
@@ -203,7 +216,7 @@ def list_files(folder: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     for label, name in enumerate(classes):
         found = sorted(
             str(Path(parent, file))
-            for parent, _, entries in os.walk(folder / name, followlinks=True)
+            for parent, entries in walk(folder / name)
             for file in entries
             if Path(file).suffix.lower() in IMAGE_EXTENSIONS and not file.startswith(".")
         )
