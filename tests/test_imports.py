@@ -16,6 +16,7 @@ PACKAGE = Path(vision_rope.__file__).parent
 
 # From the ground up: a room may import the rooms before it. Inside a room (data/, convert/, ...) anything goes.
 ORDER = [
+    "suggestion",
     "positions",
     "frequencies",
     "extension",

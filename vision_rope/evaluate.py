@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from vision_rope.data import create_loader, eval_transform
 from vision_rope.measure import Meter, measure
 from vision_rope.parallel import distributed
 from vision_rope.results import Row, format_size, format_table, write_results
+from vision_rope.suggestion import did_you_mean
 from vision_rope.targets import open_run, open_timm
 
 __all__ = [
@@ -78,8 +78,7 @@ def check_methods(methods: Sequence[str]) -> list[str]:
 
     for method in methods:
         if method not in EXTENSIONS:
-            nearest = difflib.get_close_matches(method, EXTENSIONS, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            hint = did_you_mean(method, EXTENSIONS)
             raise ValueError(f"extend holds {method!r}, but the methods are {', '.join(EXTENSIONS)}{hint}")
     return list(dict.fromkeys(["none", *methods]))
 

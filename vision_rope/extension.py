@@ -6,7 +6,6 @@ from a ladder and the two lengths of an axis to such factors, and one line in th
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vision_rope.frequencies import Ladder
+from vision_rope.suggestion import did_you_mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +142,7 @@ EXTENSIONS: dict[str, Method] = {
 def check_name(name: str) -> None:
     """Raise ValueError for a method that does not exist, naming the nearest."""
     if name not in EXTENSIONS:
-        nearest = difflib.get_close_matches(name, EXTENSIONS, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        hint = did_you_mean(name, EXTENSIONS)
         raise ValueError(f"method is {name!r}; the context-extension methods are {', '.join(EXTENSIONS)}{hint}")
 
 

@@ -21,6 +21,7 @@ def create_loaders(config: TrainConfig, world: Distributed) -> tuple[list[str], 
         ValueError: for a source that cannot be opened and batches that cannot be made from it.
     """
     from vision_rope import data
+    from vision_rope.targets import open_split
 
     section, augment = config.data, config.augment
     evaluation_batch = config.evaluation.batch_size or config.batch_size
@@ -29,19 +30,7 @@ def create_loaders(config: TrainConfig, world: Distributed) -> tuple[list[str], 
             f"batch_size is {config.batch_size}, but {world.world_size} processes must share it evenly; "
             f"give a multiple of {world.world_size}"
         )
-    train_set, val_set = (
-        data.open_dataset(
-            section.source,
-            split,
-            root=section.root,
-            train_split=section.train_split,
-            val_split=section.val_split,
-            val_fraction=section.val_fraction,
-            split_seed=section.split_seed,
-            download=section.download,
-        )
-        for split in ("train", "validation")
-    )
+    train_set, val_set = open_split(section, "train"), open_split(section, "validation")
     if list(train_set.classes) != list(val_set.classes):
         raise ValueError(f"data.source {section.source}: the splits have different classes")
     train_transform = data.train_transform(

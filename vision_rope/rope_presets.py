@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from vision_rope.frequencies import Ladder, check_head_dim, mixed_frequencies
 from vision_rope.positions import Coordinates, Normalize
 from vision_rope.rope import Rope
 from vision_rope.rotation import Pairing
+from vision_rope.suggestion import did_you_mean
 
 
 def _axial_ladders(
@@ -225,7 +225,7 @@ def preset(name: str, head_dim: int = 64, num_heads: int = 1, depth: int = 1, **
     Raises: ValueError for an unknown name or option, naming the nearest, or a head_dim that does not divide into pairs.
     """
     if name not in PRESETS:
-        raise ValueError(f"preset is {name!r}; the presets are {', '.join(PRESETS)}{_nearest(name, PRESETS)}")
+        raise ValueError(f"preset is {name!r}; the presets are {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}")
     for what, count in (("num_heads", num_heads), ("depth", depth)):
         if count < 1:
             raise ValueError(f"{what} is {count}; it must be a positive integer")
@@ -233,7 +233,8 @@ def preset(name: str, head_dim: int = 64, num_heads: int = 1, depth: int = 1, **
     for option in options:
         if option not in known:
             raise ValueError(
-                f"preset {name!r} has no option {option!r}; its options are {', '.join(known)}{_nearest(option, known)}"
+                f"preset {name!r} has no option {option!r}; its options are {', '.join(known)}"
+                f"{did_you_mean(option, known)}"
             )
     return PRESETS[name].build(head_dim, num_heads, depth, **options)
 
@@ -241,8 +242,3 @@ def preset(name: str, head_dim: int = 64, num_heads: int = 1, depth: int = 1, **
 def presets() -> dict[str, str]:
     """Names of all presets, each with one line about it."""
     return {name: row.summary for name, row in PRESETS.items()}
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""

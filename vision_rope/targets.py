@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -57,7 +57,7 @@ def open_run(folder: Path, *, data: DataConfig, weights: str, device: torch.devi
     run = load_run(folder, weights=weights, device=device)
     own, settings = run.config.data, run.config.evaluation
     data = replace(data, interpolation=own.interpolation, mean=own.mean, std=own.std)
-    dataset = _open(data)
+    dataset = open_split(data, "validation")
     _check_classes(run.classes, list(dataset.classes), str(folder))
     return Target(
         model=run.model,
@@ -113,7 +113,7 @@ def open_timm(
     data = replace(data, mean=tuple(settings.get("mean", data.mean)), std=tuple(settings.get("std", data.std)))
     if settings.get("interpolation") in ("bilinear", "bicubic"):
         data = replace(data, interpolation=settings["interpolation"])
-    dataset = _open(data)
+    dataset = open_split(data, "validation")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _build_timm(name, len(dataset.classes), pretrained, dict(options or {}))
@@ -176,10 +176,11 @@ def _load_and_convert(model: nn.Module, checkpoint: str | Path | None, position:
     return model
 
 
-def _open(data: DataConfig) -> Any:
+def open_split(data: DataConfig, split: Literal["train", "validation"]) -> Any:
+    """Open one split of the data set that a configuration names."""
     return open_dataset(
         data.source,
-        "validation",
+        split,
         root=data.root,
         train_split=data.train_split,
         val_split=data.val_split,

@@ -19,6 +19,7 @@ from vision_rope.convert.vision_transformer import PositionedModel
 from vision_rope.encodings import ENCODINGS
 from vision_rope.rope import Rope
 from vision_rope.rope_presets import PRESETS
+from vision_rope.suggestion import did_you_mean
 
 FAMILIES: dict[type[nn.Module], Callable[..., PositionedModel]] = {
     VisionTransformer: vision_transformer.convert,
@@ -122,6 +123,5 @@ def check_position(position: str | Rope, options: dict[str, Any]) -> None:
         return
     known = [*PRESETS, *ENCODINGS]
     if position not in known:
-        nearest = difflib.get_close_matches(str(position), known, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        hint = did_you_mean(position, known)
         raise ValueError(f"position is {position!r}; the position encodings are {', '.join(known)}{hint}")

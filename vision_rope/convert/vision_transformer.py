@@ -7,7 +7,6 @@ argument. No rotation is left in a module between calls.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from vision_rope.positions import with_prefix
 from vision_rope.rope import Rope
 from vision_rope.rope_presets import PRESETS, preset
 from vision_rope.rotation import Rotation
+from vision_rope.suggestion import did_you_mean
 
 
 class PositionedModel(nn.Module):
@@ -297,10 +297,9 @@ def _build_encoding(
     known = [] if builder is None else [name for name in inspect.signature(builder).parameters if name != "embed_dim"]
     for option in options:
         if option not in known:
-            nearest = difflib.get_close_matches(option, known, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(
-                f"position {position!r} has no option {option!r}; its options: {', '.join(known) or 'none'}{hint}"
+                f"position {position!r} has no option {option!r}; its options: {', '.join(known) or 'none'}"
+                f"{did_you_mean(option, known)}"
             )
     return None if builder is None else builder(model.embed_dim, **options)
 
