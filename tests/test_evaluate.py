@@ -21,6 +21,7 @@ from vision_rope.evaluate import check_sizes, evaluate, parse_size, parse_sizes,
 from vision_rope.measure import measure
 from vision_rope.metrics import ClassificationMetrics
 from vision_rope.results import format_table, write_results
+from vision_rope.tasks import Classification
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 NORM = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}
@@ -132,7 +133,7 @@ def test_measure_equals_direct_forward_passes_and_keeps_the_mode() -> None:
     loader = create_loader(
         dataset, batch_size=4, transform=eval_transform((32, 48)), device="cpu", training=False, num_workers=0, **NORM
     )
-    row = measure(model, loader, 3)
+    row = measure(model, loader, Classification(3))
     assert model.training
     assert all(module.training for module in model.modules())
 
@@ -147,7 +148,7 @@ def test_measure_equals_direct_forward_passes_and_keeps_the_mode() -> None:
     with torch.no_grad():
         model.head.bias[0] = torch.nan
     with pytest.raises(ValueError, match="logits are not finite"):
-        measure(model.train(), loader, 3)
+        measure(model.train(), loader, Classification(3))
     assert model.training
 
 
@@ -164,7 +165,7 @@ def test_peak_memory_is_that_of_the_forward_pass() -> None:
             return torch.zeros(len(x), 2)
 
     batches = [(torch.zeros(2, 3, 8, 8), torch.tensor([0, 1]))]
-    peaks = [measure(Hungry(megabytes), batches, 2)["peak_memory_mb"] for megabytes in (200, 0, 200)]
+    peaks = [measure(Hungry(megabytes), batches, Classification(2))["peak_memory_mb"] for megabytes in (200, 0, 200)]
     if peaks[0] is None:
         pytest.skip("this kernel does not let a process reset its peak")
     assert peaks[0] - peaks[1] == pytest.approx(200, abs=40)
@@ -189,7 +190,7 @@ def test_every_row_equals_a_direct_evaluation_with_that_method_at_that_size() ->
             **NORM,
         )
         fresh = vision_rope.set_extension(tiny_model(), row["method"], train_size=(4, 4)).eval()
-        expected = measure(fresh, loader, 3)
+        expected = measure(fresh, loader, Classification(3))
         assert row["nll"] == pytest.approx(expected["nll"], rel=1e-5)
         assert row["top1"] == expected["top1"]
         assert row["per_class"] == dict(zip("abc", expected["per_class"], strict=True))

@@ -22,6 +22,8 @@ from vision_rope.config import TrainConfig, load_yaml
 
 # torch.compile and DDP put these before the names of the parameters.
 WRAPPER_PREFIXES = ("_orig_mod.", "module.")
+# By this name the weights of masked prediction are known.
+MASK_TOKEN = "mask_token"
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,32 @@ def build_model(config: TrainConfig, num_classes: int, *, pretrained: bool | Non
     Raises:
         ValueError: where timm or the position encoding refuses an option.
     """
+    if config.task == "masked":
+        return _build_masked(config, pretrained=pretrained)
+    return _build_backbone(config, num_classes, pretrained=pretrained)
+
+
+def _build_masked(config: TrainConfig, *, pretrained: bool | None) -> nn.Module:
+    from vision_rope.masked_model import MaskedModel, create_decoder
+
+    encoder: Any = _build_backbone(config, 0, pretrained=pretrained)
+    section, masked = config.model, config.masked
+    if masked.encoder == "all":
+        return MaskedModel(encoder)
+    dim = masked.decoder_dim or encoder.embed_dim // 2
+    decoder = create_decoder(
+        encoder,
+        position=section.position,
+        position_options=section.position_options,
+        keep_absolute=section.keep_absolute,
+        dim=dim,
+        depth=masked.decoder_depth or 2,
+        num_heads=masked.decoder_heads or max(dim // encoder.blocks[0].attn.head_dim, 1),
+    )
+    return MaskedModel(encoder, decoder)
+
+
+def _build_backbone(config: TrainConfig, num_classes: int, *, pretrained: bool | None) -> Any:
     import vision_rope
 
     section = config.model
@@ -134,11 +162,21 @@ def load_strictly(model: nn.Module, state: Mapping[str, Tensor], source: str | P
 def load_start(model: nn.Module, path: str | Path) -> list[str]:
     """Load first weights for a new training; a classifier for other classes keeps its fresh weights.
 
+    The weights may be those of masked prediction, of which a classifier takes the encoder.
+
     Returns the names that were not loaded.
     """
     state, _ = load_weights(path)
     state = plain_names(state)
     own = model.state_dict()
+    if not hasattr(model, "get_classifier"):
+        load_strictly(model, state, path)
+        return []
+    if MASK_TOKEN in state and MASK_TOKEN not in own:
+        state = {name.removeprefix("encoder."): state[name] for name in state if name.startswith("encoder.")}
+        fresh = [name for name in own if name not in state and name.startswith(("head.", "head_dist."))]
+        load_strictly(model, {**state, **{name: own[name] for name in fresh}}, path)
+        return sorted(fresh)
     head = model.get_classifier()  # type: ignore[operator]
     names = {f"{name}.{leaf}" for name, part in model.named_modules() if part is head for leaf in ("weight", "bias")}
     fresh = [name for name in names if name in own and name in state and state[name].shape != own[name].shape]

@@ -109,6 +109,7 @@ def _add_evaluate(commands: Any) -> None:
     add("--out", help="folder for the results [RUN/evaluation or evaluation-NAME]")
     add("--crop-pct", type=float, help="resize the short side to size / this, then crop the centre [the run's, else 1]")
     add("--batch-size", type=int, help="images a forward pass [the run's own, else 64]")
+    add("--max-images", type=int, help="judge by that many images, evenly spread [the run's own, else all]")
     add("--workers", type=int, default=2, help="loader processes [2]")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps [auto]")
     add("--precision", default="auto", choices=["auto", "fp32", "bf16"], help="[auto: bf16 where it is fast]")
@@ -162,6 +163,7 @@ def _evaluate(parsed: Any) -> int:
         model_options=options,
         crop_pct=parsed.crop_pct,
         batch_size=parsed.batch_size,
+        max_images=parsed.max_images,
         num_workers=parsed.workers,
         device=parsed.device,
         precision=parsed.precision,

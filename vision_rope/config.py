@@ -26,7 +26,7 @@ class ModelConfig:
         keep_absolute: keep the backbone's own absolute embedding beside the position encoding.
         options: keyword arguments for timm.create_model, for instance {embed_dim: 128, depth: 6}.
         pretrained: start from timm's weights of that name.
-        checkpoint: start from the weights in this .safetensors file.
+        checkpoint: start from the weights in this .safetensors file; of a masked run, from those of its encoder.
     """
 
     name: str = "vit_small_patch16_224"
@@ -43,7 +43,8 @@ class DataConfig:
     """Where the images come from.
 
     Attributes:
-        source: elpv, folder:PATH, or a timm dataset name (torch/cifar10, hfds/NAME, wds/NAME).
+        source: elpv, folder:PATH, images:PATH (no labels), or a timm dataset name (torch/cifar10, hfds/NAME,
+            wds/NAME).
         root: the folder that timm dataset names are looked up in.
         train_split: name of the training split.
         val_split: name of the validation split.
@@ -51,6 +52,8 @@ class DataConfig:
         split_seed: seed of that hold-out; not the run's seed, so that runs compare on the same images.
         download: let timm and torchvision download the data set.
         size: training image size in pixels: one number or height and width.
+        train_sizes: every batch has a random one of these sizes (twice in the list: twice as often); empty trains at
+            `size`, which stays the size of validation.
         interpolation: how images are resized.
         mean: per-channel mean of pixels in [0, 1].
         std: per-channel standard deviation of pixels in [0, 1].
@@ -64,6 +67,7 @@ class DataConfig:
     split_seed: int = 0
     download: bool = False
     size: Size = 128
+    train_sizes: list[str] = field(default_factory=list)
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
@@ -106,8 +110,32 @@ class AugmentConfig:
 
 
 @dataclass
+class MaskedConfig:
+    """Masked-patch prediction (task: masked).
+
+    Attributes:
+        ratio: share of the patches that are hidden.
+        block: side, in patches, of the squares that are hidden together.
+        encoder: all encodes hidden patches too, as a mask token (SimMIM); visible encodes the visible patches alone
+            and predicts with a decoder (MAE).
+        target: pixels of the normalised image, or patch-normalized: those of each patch with mean 0 and variance 1.
+        decoder_dim: width of the decoder; encoder visible alone; none takes half of the encoder's.
+        decoder_depth: blocks of the decoder; encoder visible alone; none takes 2.
+        decoder_heads: heads of the decoder; encoder visible alone; none makes them as wide as the encoder's.
+    """
+
+    ratio: float = 0.5
+    block: int = 1
+    encoder: Literal["all", "visible"] = "all"
+    target: Literal["pixels", "patch-normalized"] = "pixels"
+    decoder_dim: int | None = None
+    decoder_depth: int | None = None
+    decoder_heads: int | None = None
+
+
+@dataclass
 class LossConfig:
-    """What is minimised.
+    """What is minimised in classification.
 
     Attributes:
         name: cross-entropy, or binary cross-entropy a class (DeiT-III).
@@ -170,6 +198,7 @@ class EvaluationConfig:
         crop_pct: the short side is resized to size / crop_pct before the centre crop; 1.0 keeps all of it.
         batch_size: images a forward pass; none takes the training batch.
         every: epochs between validations.
+        max_images: judge by that many images, evenly spread over the validation part; none takes all.
         sizes: sizes of the sweep after training: 64, 96x160, ...; empty skips the sweep.
         extend: context-extension methods of the sweep.
     """
@@ -177,6 +206,7 @@ class EvaluationConfig:
     crop_pct: float = 1.0
     batch_size: int | None = None
     every: int = 1
+    max_images: int | None = None
     sizes: list[str] = field(default_factory=list)
     extend: list[str] = field(default_factory=lambda: ["none"])
 
@@ -215,17 +245,20 @@ class TrainConfig:
     """A whole run: everything train.py needs.
 
     Attributes:
+        task: classification, or masked: predict hidden patches, without labels.
         seed: seed of the initial weights, the order of images and their augmentation.
         batch_size: images a step, over all processes together.
         ema_decay: decay of the averaged weights that are evaluated and kept; none switches averaging off.
     """
 
+    task: Literal["classification", "masked"] = "classification"
     seed: int = 0
     batch_size: int = 64
     ema_decay: float | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
+    masked: MaskedConfig = field(default_factory=MaskedConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -329,6 +362,11 @@ def check_config(config: TrainConfig) -> None:
             config.evaluation.batch_size is None or config.evaluation.batch_size >= 1,
             "must be at least 1; none takes batch_size",
         ),
+        (
+            "evaluation.max_images",
+            config.evaluation.max_images is None or config.evaluation.max_images >= 1,
+            "must be at least 1; none takes all",
+        ),
         ("run.num_workers", config.run.num_workers >= 0, "must not be negative"),
         (
             "run.resume",
@@ -349,6 +387,30 @@ def check_config(config: TrainConfig) -> None:
         (f"augment.{name}", getattr(config.augment, name) >= 0, "must not be negative; 0 switches it off")
         for name in ("mixup", "cutmix", "color_jitter")
     ]
+    rules += _task_rules(config)
     for key, holds, rule in rules:
         if not holds:
             raise ValueError(f"{key} is {flags.get(config, key)}, but it {rule}")
+
+
+def _task_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
+    """Rules of the task: what belongs to another one would have no effect."""
+    masked, fresh = config.masked, TrainConfig()
+    rules = []
+    if config.task == "classification":
+        without_effect = [key for key in flags.leaves(TrainConfig) if key.startswith("masked.")]
+    else:
+        without_effect = [key for key in flags.leaves(TrainConfig) if key.startswith("loss.")]
+        without_effect += ["augment.mixup", "augment.cutmix", "optimizer.layer_decay"]
+        if masked.encoder == "all":
+            without_effect += ["masked.decoder_dim", "masked.decoder_depth", "masked.decoder_heads"]
+        rules += [
+            ("masked.ratio", 0 < masked.ratio < 1, "must lie between 0 and 1"),
+            ("masked.block", masked.block >= 1, "must be at least 1"),
+        ]
+    about = f"task {config.task}" + (", masked.encoder all" if config.task == "masked" else "")
+    rules += [
+        (key, flags.get(config, key) == flags.get(fresh, key), f"would have no effect with {about}; leave it out")
+        for key in without_effect
+    ]
+    return rules

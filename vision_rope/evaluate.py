@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from vision_rope.parallel import distributed
 from vision_rope.results import Row, format_size, format_table, write_results
 from vision_rope.suggestion import did_you_mean
 from vision_rope.targets import open_run, open_timm
+from vision_rope.tasks import Classification, Task
 
 __all__ = [
     "check_sizes",
@@ -87,6 +88,7 @@ def sweep(
     model: nn.Module,
     dataset: Any,
     *,
+    task: Task | None = None,
     sizes: Sequence[Size],
     methods: Sequence[str],
     train_size: Size,
@@ -104,6 +106,7 @@ def sweep(
     world_size: int = 1,
     about: Mapping[str, str | int] | None = None,
     progress: bool = True,
+    watch: Callable[[Size, Mapping[str, Meter]], None] | None = None,
 ) -> list[Row]:
     """One row a size and method: metrics, speed, memory, crop policy, seed; or the reason why there are none.
 
@@ -111,8 +114,9 @@ def sweep(
     is left with it. Under torch.distributed every rank calls this with its own `rank` and gets the same rows.
 
     Units: sizes, train_size and patch_size in pixels, (rows, columns). `per_class` of a row holds the
-    accuracy by class name, None where the class has no image. `about` is put in front of every row (model,
-    weights, position).
+    accuracy by class name, None where the class has no image or the task no classes. `task` is classification
+    where none is given. `about` is put in front of every row (model, weights, position). `watch` is called after
+    each size with its meters by method.
 
     Raises: ValueError for sizes that the patch does not divide and unknown methods, before any work.
     """
@@ -120,6 +124,7 @@ def sweep(
     methods = check_methods(methods)
     grid = (train_size[0] // patch_size[0], train_size[1] // patch_size[1])
     classes = list(dataset.classes)
+    judge: Task = task or Classification(len(classes))
     training = model.training
     rows = []
     try:
@@ -139,21 +144,25 @@ def sweep(
                 seed=seed,
                 rank=rank,
                 world_size=world_size,
+                with_indices=True,
             )
             sized = _fit_to_size(model, size)
-            meters = {method: Meter(len(classes), device, precision) for method in defined}
+            meters = {method: Meter(judge, device, precision) for method in defined}
             silent = None if progress and rank == 0 else True
             bar = tqdm(loader, desc=f"{format_size(size)} px", unit="batch", disable=silent)
-            for index, (images, labels) in enumerate(bar):
+            for index, (images, labels, places) in enumerate(bar):
+                batch = judge.eval_batch(images, labels, places)
                 if not meters["none"].passes:
                     # A new size is slow once, and that must not count against the method that comes first.
-                    meters["none"].forward(sized, images)
+                    meters["none"].forward(sized, batch)
                 # Each method comes first in turn: the first one on a batch finds it in no cache.
                 first = index % len(defined)
                 for method in defined[first:] + defined[:first]:
                     if len(defined) > 1:
                         _extend(sized, method, grid)
-                    meters[method].add(sized, images, labels)
+                    meters[method].add(sized, batch)
+            if watch is not None:
+                watch(size, meters)
             results = {method: meters[method].result() for method in defined}
             undefined = dict.fromkeys(next(iter(results.values())))
             for method in methods:
@@ -170,7 +179,7 @@ def sweep(
                         "crop": f"resized to cover size / {crop_pct:g}, centre crop, {interpolation}",
                         "seed": seed,
                         **{key: _finite(figures[key]) for key in figures if key != "per_class"},
-                        "per_class": _by_class(classes, figures["per_class"]),
+                        "per_class": _by_class(classes, figures.get("per_class")),
                         "reason": reasons[method],
                     }
                 )
@@ -195,6 +204,7 @@ def evaluate(
     model_options: Mapping[str, Any] | None = None,
     crop_pct: float | None = None,
     batch_size: int | None = None,
+    max_images: int | None = None,
     num_workers: int = 2,
     device: str = "auto",
     precision: str = "auto",
@@ -216,6 +226,7 @@ def evaluate(
         pretrained: timm's weights for a timm name.
         position: position encoding that a timm name is converted to.
         model_options: keyword arguments for timm.create_model.
+        max_images: judge by that many images, evenly spread; those of a run by default, else all.
         precision: auto, fp32 or bf16.
         seed: seed of a timm model's first weights where it gets no others.
         output: folder for the results; RUN/evaluation or evaluation-NAME by default.
@@ -231,8 +242,9 @@ def evaluate(
         raise ValueError(f"{folder} is not a run folder: it holds no config.yaml")
     if crop_pct is not None and not 0 < crop_pct <= 1:
         raise ValueError(f"crop_pct is {crop_pct}, but it must be above 0 and at most 1")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}, but it must be at least 1")
+    for name, count in (("batch_size", batch_size), ("max_images", max_images)):
+        if count is not None and count < 1:
+            raise ValueError(f"{name} is {count}, but it must be at least 1")
     wanted_sizes = None if sizes is None else parse_sizes(sizes)
     wanted_methods = None if extend is None else check_methods(extend.split(",") if isinstance(extend, str) else extend)
     only_timm = {
@@ -253,6 +265,7 @@ def evaluate(
     if not is_run and data is None:
         raise ValueError(f"there is no run folder {target}; a timm model needs data, for instance folder:PATH")
 
+    pictures: list[Path] = []
     with distributed(device) as process:
         if is_run:
             found = open_run(
@@ -260,6 +273,7 @@ def evaluate(
                 data=_choose_data(load_yaml(folder / "config.yaml").data, data, root, split),
                 weights=weights,
                 device=process.device,
+                max_images=max_images,
             )
         else:
             found = open_timm(
@@ -271,10 +285,23 @@ def evaluate(
                 options=model_options,
                 device=process.device,
                 seed=seed or 0,
+                max_images=max_images,
             )
+        folder_out = Path(output or found.output)
+
+        def draw(size: Size, meters: Mapping[str, Meter]) -> None:
+            seen = {method: meter.first for method, meter in meters.items() if meter.first is not None}
+            if not process.is_main or "none" not in seen:
+                return
+            outputs = {method: predictions for method, (_, predictions) in seen.items()}
+            path = folder_out / f"reconstruction-{format_size(size)}.png"
+            if picture := found.task.draw(seen["none"][0], outputs, path):
+                pictures.append(picture)
+
         rows = sweep(
             found.model,
             found.dataset,
+            task=found.task,
             sizes=wanted_sizes or parse_sizes(found.sizes or [format_size(found.train_size)]),
             methods=wanted_methods or found.methods,
             train_size=found.train_size,
@@ -292,8 +319,9 @@ def evaluate(
             world_size=process.world_size,
             about=found.about,
             progress=progress,
+            watch=draw,
         )
-        return rows, write_results(rows, output or found.output) if process.is_main else []
+        return rows, [*write_results(rows, folder_out), *pictures] if process.is_main else []
 
 
 def _by_class(classes: Sequence[str], accuracies: Sequence[float] | None) -> dict[str, float | None] | None:

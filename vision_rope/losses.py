@@ -1,4 +1,4 @@
-"""What training minimises: losses for class indices and for the soft targets of mixup and cutmix."""
+"""What training minimises: losses for class indices, for the soft targets of mixing, and for hidden pixels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from vision_rope.masking import PixelTarget, patchify, pixel_targets
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -43,3 +45,18 @@ def create_loss(name: str, label_smoothing: float, num_classes: int) -> Loss:
             return hard(logits.float(), targets)
 
     return loss
+
+
+def masked_loss(
+    predictions: Tensor, images: Tensor, masks: Tensor, patch_size: tuple[int, int], target: PixelTarget
+) -> Tensor:
+    """Mean square error of the pixels of hidden patches, in float32 whatever the dtype of the predictions.
+
+    Shapes: predictions (batch, patches, pixels), images (batch, channels, height, width), masks (batch, rows, columns)
+    Source: MAE (arXiv 2111.06377), section 3.
+    """
+    with torch.autocast(predictions.device.type, enabled=False):
+        wanted = pixel_targets(patchify(images.float(), patch_size), target)
+        errors = (predictions.float() - wanted).square().mean(-1)
+        hidden = masks.flatten(1).to(errors.dtype)
+        return (errors * hidden).sum() / hidden.sum()

@@ -1,4 +1,4 @@
-"""Metrics, speed and memory of a classifier over batches of images."""
+"""Metrics, speed and memory of a model over batches of images."""
 
 from __future__ import annotations
 
@@ -13,67 +13,81 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vision_rope.metrics import ClassificationMetrics
 from vision_rope.parallel import choose_precision
 from vision_rope.results import Row
+from vision_rope.tasks import Batch, Task
 
 
 def measure(
     model: nn.Module,
     loader: Iterable[tuple[Tensor, ...]],
-    num_classes: int,
+    task: Task,
     *,
     precision: str = "fp32",
     progress: bool = False,
 ) -> Row:
-    """Metrics, speed and memory of a classifier over a loader; its training mode is restored afterwards.
+    """Metrics, speed and memory of a model over a loader; its training mode is restored afterwards.
 
-    Returns the keys of `ClassificationMetrics.compute`, and
+    The loader yields images and labels, and the images' places in the data set where the task needs them.
+
+    Returns the task's metrics (`vision_rope.metrics`), and
 
     - images_per_second: forward passes alone, all ranks together; the first batch is left out where there are more;
     - peak_memory_mb, in 10^6 bytes, of the fullest rank: on CUDA the most that torch had allocated during a pass; on
       a Linux CPU the most resident memory of the process, libraries and data included; elsewhere None.
 
-    Raises: ValueError for logits that are not finite or of another number of classes.
+    Raises: ValueError for outputs that are not finite or of another shape.
     """
-    training = model.training
-    meter = Meter(num_classes, next(model.parameters()).device, precision)
-    try:
-        model.eval()
-        for images, labels in tqdm(loader, unit="batch", leave=False, disable=None if progress else True):
-            meter.add(model, images, labels)
-    finally:
-        model.train(training)
+    meter = Meter(task, next(model.parameters()).device, precision)
+    meter.run(model, loader, progress=progress)
     return meter.result()
 
 
 class Meter:
-    """What `measure` reports, gathered batch by batch: several models or methods can share the loading."""
+    """What `measure` reports, gathered batch by batch: several models or methods can share the loading.
 
-    def __init__(self, num_classes: int, device: torch.device, precision: str) -> None:
-        self.metrics = ClassificationMetrics(num_classes, device)
+    Attributes:
+        first: the first batch and the model's outputs for it.
+    """
+
+    def __init__(self, task: Task, device: torch.device, precision: str) -> None:
+        self.task = task
+        self.metrics = task.create_metrics(device)
+        self.first: tuple[Batch, Tensor] | None = None
         self.device = device
         self.dtype = choose_precision(precision, device)
         self.passes: list[tuple[int, float]] = []
         self.peak: float | None = None
 
-    def add(self, model: nn.Module, images: Tensor, labels: Tensor) -> None:
+    def run(self, model: nn.Module, loader: Iterable[tuple[Tensor, ...]], *, progress: bool = False) -> None:
+        """Add all batches of a loader; the model's training mode is restored afterwards."""
+        training = model.training
+        try:
+            model.eval()
+            for images, labels, *places in tqdm(loader, unit="batch", leave=False, disable=None if progress else True):
+                self.add(model, self.task.eval_batch(images, labels, places[0] if places else None))
+        finally:
+            model.train(training)
+
+    def add(self, model: nn.Module, batch: Batch) -> None:
         """Time the model on a batch and count its answers."""
         measured = _reset_peak_memory(self.device)
         _synchronize(self.device)
         start = time.perf_counter()
-        logits = self.forward(model, images)
+        outputs = self.forward(model, batch)
         _synchronize(self.device)
-        self.passes.append((len(images), time.perf_counter() - start))
+        self.passes.append((len(batch.inputs[0]), time.perf_counter() - start))
         if measured and (peak := _read_peak_memory(self.device)) is not None:
             self.peak = max(self.peak or 0.0, peak)
-        self.metrics.update(logits, labels)
+        self.metrics.update(outputs, batch.targets)
+        if self.first is None:
+            self.first = batch, outputs
 
-    def forward(self, model: nn.Module, images: Tensor) -> Tensor:
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         """The model's answers, neither timed nor counted."""
         low = self.dtype != torch.float32
         with torch.inference_mode(), torch.autocast(self.device.type, dtype=self.dtype, enabled=low):
-            return model(images)
+            return model(*batch.inputs)
 
     def result(self) -> Row:
         """Metrics, speed and memory of all batches on all ranks."""

@@ -1,4 +1,4 @@
-"""Classification metrics, added up batch by batch and equal on every rank; torchmetrics underneath."""
+"""Metrics of classification and of masked prediction, added up batch by batch and equal on every rank."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC
+
+from vision_rope.masking import PixelTarget, patchify, pixel_targets
 
 NUM_CALIBRATION_BINS = 15
 
@@ -113,6 +115,76 @@ class ClassificationMetrics:
         self._metrics["ece"].update(probabilities, labels)
         if "auroc" in self._metrics:
             self._metrics["auroc"].update(probabilities[:, 1], labels)
+
+
+class MaskedMetrics:
+    """How much of the pixels of hidden patches is explained, over a stream of batches; torchmetrics underneath.
+
+    Under torch.distributed every rank calls `compute` once and gets the same numbers.
+    """
+
+    def __init__(
+        self, patch_size: tuple[int, int], target: PixelTarget = "pixels", device: torch.device | str = "cpu"
+    ) -> None:
+        self._patch_size = patch_size
+        self._target = target
+        self._sums = PixelSums().to(device)
+        if torch.device(device).type != "mps":
+            self._sums.set_dtype(torch.float64)
+
+    def update(self, predictions: Tensor, targets: tuple[Tensor, Tensor]) -> None:
+        """Add one batch.
+
+        Shapes: predictions (batch, patches, pixels); targets: images (batch, channels, height, width) and masks
+            (batch, rows, columns), True where hidden
+        Raises: ValueError for predictions that are not finite or of another shape.
+        """
+        images, masks = targets
+        wanted = pixel_targets(patchify(images.float(), self._patch_size), self._target)
+        if predictions.shape != wanted.shape:
+            raise ValueError(f"predictions have shape {tuple(predictions.shape)}, but {tuple(wanted.shape)} is needed")
+        if not bool(predictions.isfinite().all()):
+            raise ValueError(
+                "predictions are not finite (NaN or infinite); the weights are damaged, the training diverged or the "
+                "precision is too low"
+            )
+        self._sums.update(predictions.detach().float(), wanted, masks.flatten(1))
+
+    def compute(self) -> dict[str, float | int]:
+        """The metrics of everything seen so far on all ranks.
+
+        Units: r2: 1 - squared error / squared error of predicting zero, which is the mean colour that images are
+            normalised with (with target patch-normalized, the mean of the patch itself); 1 is perfect, nan where
+            the images are of that colour all over. mse: a pixel and channel, in units of the target.
+        Raises: ValueError where no image was counted.
+        """
+        error, reference, pixels, images = self._sums.compute().tolist()
+        if images == 0:
+            raise ValueError("no image was counted: the data set or the split is empty")
+        r2 = 1 - error / reference if reference else math.nan
+        return {"r2": r2, "mse": error / pixels, "images": int(images)}
+
+
+class PixelSums(Metric):
+    """Squared errors, squared targets, number of pixel values and of images."""
+
+    sums: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sums", torch.zeros(4), dist_reduce_fx="sum")
+
+    def update(self, predictions: Tensor, wanted: Tensor, hidden: Tensor) -> None:
+        """Add a batch: predictions and wanted (batch, patches, pixels), hidden (batch, patches)."""
+        precise = self.sums.dtype
+        errors = (predictions - wanted).to(precise).square().sum(-1)[hidden].sum()
+        reference = wanted.to(precise).square().sum(-1)[hidden].sum()
+        counts = torch.tensor([wanted.shape[-1], len(wanted)], device=wanted.device, dtype=precise)
+        self.sums += torch.stack([errors, reference, counts[0] * hidden.sum(), counts[1]])
+
+    def compute(self) -> Tensor:
+        """The four sums."""
+        return self.sums
 
 
 class ClassCounts(Metric):

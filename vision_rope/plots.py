@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Okabe and Ito's colours, told apart by the colour-blind; in the order in which methods appear.
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -15,6 +18,7 @@ PANELS = {
     "auroc": "AUROC",
     "nll": "negative log-likelihood",
     "ece": "calibration error (ECE)",
+    "r2": "R2 on hidden patches",
 }
 
 
@@ -58,6 +62,31 @@ def plot_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None
     figure.supxlabel(f"image size (pixels){note}", fontsize=9)
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5), frameon=False, fontsize=10)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def plot_images(lines: Mapping[str, Tensor], path: str | Path) -> None:
+    """Draw images in lines with names: the same images, seen in different ways.
+
+    Shapes: each line (images, 3, height, width), values in [0, 1]
+    """
+    from matplotlib.figure import Figure
+
+    count, _, height, width = next(iter(lines.values())).shape
+    cell = 1.3
+    figure = Figure(
+        figsize=(cell * count + 0.3, (cell * height / width + 0.05) * len(lines)), dpi=120, layout="constrained"
+    )
+    axes = figure.subplots(len(lines), count, squeeze=False)
+    for line, (name, images) in zip(axes, lines.items(), strict=True):
+        for panel, image in zip(line, images, strict=True):
+            panel.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
+            panel.set_xticks([])
+            panel.set_yticks([])
+            panel.spines[:].set_visible(False)
+        line[0].set_ylabel(name, fontsize=8)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from vision_rope import checkpoint
-from vision_rope.config import TrainConfig
+from vision_rope.config import DataConfig, TrainConfig
 from vision_rope.parallel import Distributed
 
 if TYPE_CHECKING:
@@ -31,10 +31,11 @@ def create_loaders(config: TrainConfig, world: Distributed) -> tuple[list[str], 
             f"give a multiple of {world.world_size}"
         )
     train_set, val_set = open_split(section, "train"), open_split(section, "validation")
+    val_set = data.take_evenly(val_set, config.evaluation.max_images)
     if list(train_set.classes) != list(val_set.classes):
         raise ValueError(f"data.source {section.source}: the splits have different classes")
     train_transform = data.train_transform(
-        section.size,
+        largest_size(section),
         crop=augment.crop,
         scale=augment.scale,
         ratio=augment.ratio,
@@ -62,7 +63,7 @@ def create_loaders(config: TrainConfig, world: Distributed) -> tuple[list[str], 
             rank=world.rank,
             world_size=world.world_size,
             erasing=augment.erasing if training else 0.0,
-            with_indices=training,
+            with_indices=True,
         )
         for dataset, batch_size, transform, training in (
             (train_set, config.batch_size, train_transform, True),
@@ -70,6 +71,22 @@ def create_loaders(config: TrainConfig, world: Distributed) -> tuple[list[str], 
         )
     )
     return list(train_set.classes), train_loader, val_loader
+
+
+def training_sizes(section: DataConfig) -> list[tuple[int, int]]:
+    """Sizes that training batches have, (height, width) in pixels; a size may come more than once."""
+    from vision_rope.evaluate import parse_size
+
+    if section.train_sizes:
+        return [parse_size(size) for size in section.train_sizes]
+    size = section.size
+    return [(size, size) if isinstance(size, int) else (size[0], size[1])]
+
+
+def largest_size(section: DataConfig) -> tuple[int, int]:
+    """The size that training images are loaded at, from which the batches' own sizes are made."""
+    sizes = training_sizes(section)
+    return max(height for height, _ in sizes), max(width for _, width in sizes)
 
 
 def build_start(config: TrainConfig, num_classes: int) -> nn.Module:
@@ -89,7 +106,7 @@ def check_sweep(config: TrainConfig, model: nn.Module) -> None:
 
     patch_size = tuple(model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
     size = config.data.size
-    check_sizes([(size, size) if isinstance(size, int) else size], patch_size)
+    check_sizes([(size, size) if isinstance(size, int) else size, *training_sizes(config.data)], patch_size)
     if config.evaluation.sizes:
         check_sizes(parse_sizes(config.evaluation.sizes), patch_size)
         check_methods(config.evaluation.extend)

@@ -20,6 +20,8 @@ METRICS = {
     "auroc": "AUROC",
     "nll": "NLL",
     "ece": "ECE",
+    "r2": "R2",
+    "mse": "MSE",
 }
 
 
@@ -29,25 +31,25 @@ def format_size(size: tuple[int, int]) -> str:
 
 
 def write_results(rows: Sequence[Row], folder: str | Path) -> list[Path]:
-    """Write evaluation.csv, evaluation.json (null for what is missing), per_class.csv and evaluation.png."""
+    """Write evaluation.csv, .json (null for what is missing) and .png, and per_class.csv where there are classes."""
     from vision_rope.plots import plot_evaluation
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / name for name in ("evaluation.csv", "evaluation.json", "per_class.csv", "evaluation.png")]
+    names = ["evaluation.csv", "evaluation.json", "per_class.csv", "evaluation.png"]
+    paths = [folder / name for name in names]
     flat = [{key: value for key, value in row.items() if key != "per_class"} for row in rows]
     _write_csv(paths[0], flat)
     paths[1].write_text(json.dumps(list(rows), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    _write_csv(
-        paths[2],
-        [
-            {"size": row["size"], "method": row["method"], "class": name, "accuracy": accuracy}
-            for row in rows
-            for name, accuracy in (row["per_class"] or {}).items()
-        ],
-    )
+    by_class = [
+        {"size": row["size"], "method": row["method"], "class": name, "accuracy": accuracy}
+        for row in rows
+        for name, accuracy in (row["per_class"] or {}).items()
+    ]
+    if by_class:
+        _write_csv(paths[2], by_class)
     plot_evaluation(rows, paths[3])
-    return paths
+    return [path for path in paths if by_class or path != paths[2]]
 
 
 def format_table(rows: Sequence[Row]) -> str:
@@ -55,7 +57,7 @@ def format_table(rows: Sequence[Row]) -> str:
     lines = []
     if any(row.get("weights") == UNTRAINED for row in rows):
         lines += ["UNTRAINED WEIGHTS: these figures are those of a random model; give --checkpoint or --pretrained"]
-    facts = ("model", "position", "weights", "data", "train_size", "images", "crop", "seed", "split_seed")
+    facts = ("model", "position", "weights", "data", "train_size", "images", "crop", "seed", "split_seed", "masked")
     for fact in facts:
         values = dict.fromkeys(str(row[fact]) for row in rows if row.get(fact) is not None)
         if values:

@@ -28,6 +28,7 @@ OWN_NAMES = (
     "last.old",
     "last.tmp",
     "evaluation",
+    "reconstructions",
     "tensorboard",
 )
 

@@ -13,17 +13,19 @@ import torch
 from torch import nn
 
 from vision_rope.checkpoint import load_run, load_strictly, load_weights
-from vision_rope.config import DataConfig
-from vision_rope.data import open_dataset
+from vision_rope.config import DataConfig, TrainConfig
+from vision_rope.data import open_dataset, take_evenly
 from vision_rope.results import UNTRAINED
+from vision_rope.tasks import Classification, Task, create_task
 
 
 @dataclass(frozen=True)
 class Target:
-    """A classifier with the data it is evaluated on and the settings it brings along.
+    """A model with the data it is evaluated on and the settings it brings along.
 
     Attributes:
-        model: the classifier, on its device.
+        model: the model, on its device.
+        task: what it is judged by.
         dataset: pairs of a uint8 image (3, h, w) and a label, with `classes`.
         data: where the images come from, interpolation, mean and std.
         about: facts for the tables: model, position, weights, data, split_seed.
@@ -37,6 +39,7 @@ class Target:
     """
 
     model: nn.Module
+    task: Task
     dataset: Any
     data: DataConfig
     about: dict[str, str | int]
@@ -49,7 +52,9 @@ class Target:
     seed: int = 0
 
 
-def open_run(folder: Path, *, data: DataConfig, weights: str, device: torch.device) -> Target:
+def open_run(
+    folder: Path, *, data: DataConfig, weights: str, device: torch.device, max_images: int | None = None
+) -> Target:
     """Open the model of a run folder on `data`, normalised and resized as in training.
 
     Raises: ValueError where the data has other classes than the run.
@@ -57,10 +62,13 @@ def open_run(folder: Path, *, data: DataConfig, weights: str, device: torch.devi
     run = load_run(folder, weights=weights, device=device)
     own, settings = run.config.data, run.config.evaluation
     data = replace(data, interpolation=own.interpolation, mean=own.mean, std=own.std)
-    dataset = open_split(data, "validation")
-    _check_classes(run.classes, list(dataset.classes), str(folder))
+    dataset = take_evenly(open_split(data, "validation"), max_images or settings.max_images)
+    if run.config.task == "classification":
+        _check_classes(run.classes, list(dataset.classes), str(folder))
+    patch_size = tuple(run.model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
     return Target(
         model=run.model,
+        task=create_task(run.config, len(run.classes), patch_size),
         dataset=dataset,
         data=data,
         about={
@@ -69,6 +77,7 @@ def open_run(folder: Path, *, data: DataConfig, weights: str, device: torch.devi
             "weights": weights,
             "data": data.source,
             "split_seed": data.split_seed,
+            **_describe_task(run.config),
         },
         train_size=(own.size, own.size) if isinstance(own.size, int) else (own.size[0], own.size[1]),
         output=folder / "evaluation",
@@ -90,6 +99,7 @@ def open_timm(
     options: Mapping[str, Any] | None = None,
     device: torch.device,
     seed: int = 0,
+    max_images: int | None = None,
 ) -> Target:
     """Build a timm model, converted to `position` where one is given, with the normalisation of its
     pretrained_cfg.
@@ -113,7 +123,7 @@ def open_timm(
     data = replace(data, mean=tuple(settings.get("mean", data.mean)), std=tuple(settings.get("std", data.std)))
     if settings.get("interpolation") in ("bilinear", "bicubic"):
         data = replace(data, interpolation=settings["interpolation"])
-    dataset = open_split(data, "validation")
+    dataset = take_evenly(open_split(data, "validation"), max_images)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _build_timm(name, len(dataset.classes), pretrained, dict(options or {}))
@@ -122,6 +132,7 @@ def open_timm(
     height, width = built_for or settings.get("input_size", (3, 224, 224))[1:]
     return Target(
         model=model.to(device).eval(),
+        task=Classification(len(dataset.classes)),
         dataset=dataset,
         data=data,
         about={
@@ -135,6 +146,13 @@ def open_timm(
         output=Path(f"evaluation-{name.replace('/', '-')}"),
         seed=seed,
     )
+
+
+def _describe_task(config: TrainConfig) -> dict[str, str]:
+    if config.task != "masked":
+        return {}
+    masked = config.masked
+    return {"masked": f"{masked.ratio:g} of the patches, block {masked.block}, target {masked.target}"}
 
 
 def _build_timm(name: str, num_classes: int, pretrained: bool, options: dict[str, Any]) -> nn.Module:

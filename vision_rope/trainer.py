@@ -22,12 +22,12 @@ from vision_rope.config import (
     load_config,
     to_yaml,
 )
-from vision_rope.losses import create_loss
 from vision_rope.optimization import create_optimizer, create_schedule
 from vision_rope.parallel import Distributed, choose_device, choose_precision, distributed
-from vision_rope.preparation import build_start, check_sweep, create_loaders
+from vision_rope.preparation import build_start, check_sweep, create_loaders, training_sizes
 from vision_rope.progress import show_progress
 from vision_rope.run_folder import Row, RunFolder, check_output, default_output
+from vision_rope.tasks import create_task
 
 # Steps between looks at whether the loss is finite, which wait for the device.
 CHECK_EVERY = {"cpu": 1, "cuda": 50, "mps": 50}
@@ -102,8 +102,6 @@ class Trainer:
     def __init__(self, config: TrainConfig, world: Distributed | None = None) -> None:
         from timm.utils import ModelEmaV3
 
-        from vision_rope.data import Mixing
-
         world = world or Distributed(choose_device(config.run.device))
         if config.run.output is None:
             config = replace(config, run=replace(config.run, output=default_output()))
@@ -122,20 +120,9 @@ class Trainer:
         self.schedule = create_schedule(
             self.optimizer, config.schedule, lr=config.optimizer.lr, updates_per_epoch=self.updates_per_epoch
         )
-        self.loss = create_loss(config.loss.name, config.loss.label_smoothing, len(self.classes))
-        augment = config.augment
-        self.mixing = (
-            Mixing(
-                mixup=augment.mixup,
-                cutmix=augment.cutmix,
-                prob=augment.mixup_prob,
-                switch_prob=augment.mixup_switch_prob,
-                label_smoothing=config.loss.label_smoothing,
-                num_classes=len(self.classes),
-            )
-            if augment.mixup or augment.cutmix
-            else None
-        )
+        patch_size = tuple(self.model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
+        self.task = create_task(config, len(self.classes), patch_size)
+        self.sizes = training_sizes(config.data)
         # Without the warm-up of the decay a short run's average would still hold its random first weights.
         self.ema = ModelEmaV3(self.model, decay=config.ema_decay, use_warmup=True) if config.ema_decay else None
         self.epoch = self.updates = 0
@@ -149,16 +136,6 @@ class Trainer:
             self.model.compile()
         self.wrapped = world.wrap(self.model)
         self._first_bad = torch.full((), -1, device=world.device)
-
-    def _score(self, row: Row) -> tuple[float, float]:
-        """What the best epoch has most of: AUROC for two classes, else top-1; on a tie, the likelihood.
-
-        Where the validation part lacks one of two classes there is no AUROC, and top-1 decides.
-        """
-        top1, auroc = row.get("val_top1"), row.get("val_auroc")
-        if top1 is None:
-            return (-np.inf, -np.inf)
-        return (top1 if auroc is None or not np.isfinite(auroc) else auroc, -row["val_nll"])
 
     def fit(self) -> RunResult:
         """Train the epochs that are left."""
@@ -188,6 +165,7 @@ class Trainer:
         loader.set_epoch(epoch)
         self.model.train()
         # loss, right answers and images so far; read only now and then, since reading waits for the device
+        has_hits = False
         precise = torch.float32 if self.world.device.type == "mps" else torch.float64
         totals = torch.zeros(3, dtype=precise, device=self.world.device)
         start = time.perf_counter()
@@ -207,22 +185,21 @@ class Trainer:
                 # An epoch's random numbers follow from the seed and its own number, so that a resumed run draws
                 # what the unbroken one would have; set here because a starting loader draws numbers itself.
                 seed_everything(self.config.seed, self.world.rank, epoch)
-            targets = labels
-            if self.mixing is not None:
-                images, targets = self.mixing(images, labels, derive_seed(self.config.seed, epoch, index))
+            images = self._resize(images, derive_seed(self.config.seed, epoch, index))
+            batch = self.task.train_batch(images, labels, derive_seed(self.config.seed, epoch, index, self.world.rank))
             group = min(accumulate, len(loader) - index // accumulate * accumulate)
             is_update = (index + 1) % accumulate == 0 or index + 1 == len(loader)
             with self._gradients_stay_local(not is_update):
                 with self._autocast():
-                    logits = self.wrapped(images)
-                loss = self.loss(logits, targets)
+                    outputs = self.wrapped(*batch.inputs)
+                loss = self.task.loss(outputs, batch.targets)
                 (loss / group).backward()
             with torch.no_grad():
-                answers = targets.argmax(1) if targets.ndim == 2 else targets
-                hits = (logits.argmax(1) == answers).sum()
-                totals += torch.stack(
-                    [loss.detach().to(precise) * len(images), hits, torch.full_like(hits, len(images))]
-                )
+                hits = self.task.count_hits(outputs, batch.targets)
+                has_hits = hits is not None
+                totals[0] += loss.detach().to(precise) * len(images)
+                totals[1] += 0 if hits is None else hits
+                totals[2] += len(images)
                 self._first_bad = torch.where(~loss.isfinite() & (self._first_bad < 0), index, self._first_bad)
             lr = self._lr()
             if (index + 1) % check_every == 0 or index + 1 == len(loader):
@@ -236,10 +213,20 @@ class Trainer:
             "epoch": epoch + 1,
             "lr": lr,
             "train_loss": loss_sum / images_seen,
-            "train_top1": hit_sum / images_seen,
+            **({"train_top1": hit_sum / images_seen} if has_hits else {}),
             "images_per_second": images_seen / seconds,
             "seconds": seconds,
         }
+
+    def _resize(self, images: Tensor, seed: int) -> Tensor:
+        """Give a batch one of the training sizes, the same on all ranks; smaller ones are antialiased."""
+        if len(self.sizes) == 1:
+            return images
+        size = self.sizes[seed % len(self.sizes)]
+        if images.shape[-2:] == size:
+            return images
+        mode = self.config.data.interpolation
+        return nn.functional.interpolate(images, size, mode=mode, align_corners=False, antialias=True)
 
     def _update(self) -> None:
         if self.config.optimizer.clip_grad is not None:
@@ -292,17 +279,28 @@ class Trainer:
         return figures[0] if figures else None
 
     def _validate(self, epoch: int) -> Row:
-        from vision_rope.measure import measure
+        from vision_rope.measure import Meter
 
         model = self.model if self.ema is None else self.ema.module
         precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        meter = Meter(self.task, self.world.device, precision)
         try:
-            row = measure(model, self.val_loader, len(self.classes), precision=precision)
+            meter.run(model, self.val_loader)
+            row = meter.result()
         except ValueError as error:
             if "not finite" not in str(error):
                 raise
             raise self._diverged(f"validation after epoch {epoch + 1} failed: {error}", self._lr()) from error
+        if self.world.is_main and meter.first is not None:
+            batch, outputs = meter.first
+            picture = self.folder.path / "reconstructions" / f"epoch-{epoch + 1:04d}.png"
+            self.task.draw(batch, {"predicted": outputs}, picture)
         return {f"val_{key}": row[key] for key in row if key not in ("images_per_second", "peak_memory_mb")}
+
+    def _score(self, row: Row) -> tuple[float, ...]:
+        """What the best epoch has most of; an epoch without validation has nothing of it."""
+        figures = {key.removeprefix("val_"): value for key, value in row.items() if key.startswith("val_")}
+        return self.task.score(figures) if figures else (-np.inf,)
 
     def _keep(self, epoch: int, row: Row) -> None:
         """Write what an epoch came to: best.safetensors where it is the best, its row, last/ at the end."""
@@ -332,7 +330,7 @@ class Trainer:
             checkpoint.save_last(self.folder.path, state, weights=weights, ema=ema, metadata=metadata)
         else:
             self.folder.add_row(row)
-        self.folder.log(_summary(row, self.config.schedule.epochs, is_best))
+        self.folder.log(_summary(row, self.config.schedule.epochs, is_best, self.task.headline))
 
     def _load(self) -> None:
         """Go on from last/; the schedule is a function of the number of updates, the optimizer keeps its last value."""
@@ -354,6 +352,13 @@ class Trainer:
         is_parallel = isinstance(self.wrapped, nn.parallel.DistributedDataParallel)
         return self.wrapped.no_sync() if local and is_parallel else nullcontext()  # type: ignore[operator]
 
+    def _describe_data(self) -> str:
+        data, masked = self.config.data, self.config.masked
+        sizes = f"{', '.join(data.train_sizes)} px at random" if data.train_sizes else f"{data.size} px"
+        if self.config.task == "masked":
+            return f"{masked.ratio:.0%} of the patches hidden, {sizes}"
+        return f"{len(self.classes)} classes, {sizes}"
+
     def _describe(self) -> str:
         config = self.config
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -361,7 +366,7 @@ class Trainer:
         licence = f" (licence {self.train_loader.dataset.licence})" if self.train_loader.dataset.licence else ""
         parts = [
             f"{config.model.name} with {config.model.position}, {parameters / 1e6:.2f} M parameters",
-            f"{config.data.source}{licence}, {len(self.classes)} classes, {config.data.size} px",
+            f"{config.data.source}{licence}, {self._describe_data()}",
             f"{config.schedule.epochs} epochs of {len(self.train_loader)} steps {start}".rstrip(),
             f"{self.world.device} x {self.world.world_size}, {str(self.dtype).removeprefix('torch.')}",
         ]
@@ -378,13 +383,11 @@ def seed_everything(*parts: int) -> None:
     random.seed(seed)
 
 
-def _summary(row: Row, epochs: int, is_best: bool) -> str:
-    words = [
-        f"epoch {row['epoch']}/{epochs}",
-        f"loss {row['train_loss']:.4f}",
-        f"accuracy {row['train_top1']:.1%}",
-    ]
-    for key in ("top1", "auroc", "nll"):
+def _summary(row: Row, epochs: int, is_best: bool, headline: Sequence[str]) -> str:
+    words = [f"epoch {row['epoch']}/{epochs}", f"loss {row['train_loss']:.4f}"]
+    if "train_top1" in row:
+        words.append(f"accuracy {row['train_top1']:.1%}")
+    for key in headline:
         value = row.get(f"val_{key}")
         if value is not None:
             words.append(f"val {key} {value:.4f}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import timm
 from timm.models.deit import VisionTransformerDistilled
@@ -20,6 +20,8 @@ from vision_rope.encodings import ENCODINGS
 from vision_rope.rope import Rope
 from vision_rope.rope_presets import PRESETS
 from vision_rope.suggestion import did_you_mean
+
+Model = TypeVar("Model", bound=nn.Module)
 
 FAMILIES: dict[type[nn.Module], Callable[..., PositionedModel]] = {
     VisionTransformer: vision_transformer.convert,
@@ -93,25 +95,25 @@ def add_position(
     return convert(model, position, keep_absolute=keep_absolute, **options)
 
 
-def set_extension(
-    model: nn.Module, method: str, train_size: Sequence[int] | None = None, **knobs: Any
-) -> PositionedModel:
+def set_extension(model: Model, method: str, train_size: Sequence[int] | None = None, **knobs: Any) -> Model:
     """Choose the context extension of a model's rotary embedding, for grids larger than the trained one.
 
     The model is changed in place and returned. "none" switches extension off. The state dict is not touched.
 
     Args:
+        model: a model with a position encoding of this package; one that holds such models, as a MaskedModel does.
         method: a name of `vision_rope.extension.EXTENSIONS`: none, interpolate, ntk, yarn, pitch.
         train_size: grid (rows, columns) of patches in training; the grid the model was built with when not given.
         knobs: options of the method, for instance beta_fast of yarn.
 
     Raises: ValueError where the method means nothing for the model's encoding, with the reason.
     """
-    if not isinstance(model, PositionedModel):
+    own: Any = getattr(model, "set_extension", None)
+    if own is None:
         raise ValueError(
             f"model is a {type(model).__name__} without a position encoding of this package; call add_position first"
         )
-    model.set_extension(method, train_size, **knobs)
+    own(method, train_size, **knobs)
     return model
 
 

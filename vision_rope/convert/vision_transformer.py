@@ -60,7 +60,35 @@ class PositionedModel(nn.Module):
 
         Raises: ValueError where the patch size does not divide the image.
         """
-        x, rotations = self._embed(x)
+        return self.forward_patches(self.embed_patches(x), attn_mask=attn_mask, is_causal=is_causal)
+
+    def embed_patches(self, images: Tensor) -> Tensor:
+        """Shapes: images (batch, channels, height, width) -> patch embeddings (batch, rows, columns, dim).
+
+        Raises: ValueError where the patch size does not divide the image.
+        """
+        self._check_image_size(images)
+        return self.patch_embed(images)
+
+    def forward_patches(
+        self,
+        patches: Tensor,
+        *,
+        kept: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Everything after the patch embedding: positions, blocks and the last norm.
+
+        Args:
+            kept: places of the patches that are encoded, the others are left out; None encodes all. Positions stay
+                those in the whole grid.
+
+        Shapes: patches (batch, rows, columns, dim), kept int64 (batch, visible) -> tokens (batch, prefix + rows *
+            columns or visible, dim)
+        Raises: ValueError where `kept` meets a model that drops patches by itself.
+        """
+        x, rotations = self._place(patches, kept)
         for block, rotation in zip(self.blocks, rotations, strict=False):
             x = self._run_block(block, x, attn_mask, is_causal, rotation)
         return self.norm(x)
@@ -82,7 +110,9 @@ class PositionedModel(nn.Module):
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt is {output_fmt!r}; choose NCHW (maps) or NLC (tokens)")
         take, last = feature_take_indices(len(self.blocks), indices)
-        x, rotations, grid = self._embed_with_grid(x)
+        patches = self.embed_patches(x)
+        grid = (patches.shape[1], patches.shape[2])
+        x, rotations = self._place(patches)
         prefix = self.num_prefix_tokens
         if output_fmt == "NCHW" and x.shape[1] != prefix + grid[0] * grid[1]:
             raise ValueError(
@@ -135,20 +165,21 @@ class PositionedModel(nn.Module):
         self.position.extension_for(method, train_size=grid, size=[2 * length for length in grid], **knobs)
         self.extension = (method, grid, knobs)
 
-    def _embed(self, images: Tensor) -> tuple[Tensor, Sequence[Rotation | None]]:
-        tokens, rotations, _ = self._embed_with_grid(images)
-        return tokens, rotations
-
-    def _embed_with_grid(self, images: Tensor) -> tuple[Tensor, Sequence[Rotation | None], tuple[int, int]]:
-        """Images -> tokens with prefix and absolute embedding, the rotation of each block, and the grid of patches."""
-        self._check_image_size(images)
-        patches = self.patch_embed(images)
+    def _place(self, patches: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Sequence[Rotation | None]]:
+        """Patches -> tokens with prefix and absolute embedding, and the rotation of each block."""
         grid = (patches.shape[1], patches.shape[2])
         x = self._pos_embed(patches)
-        kept = None
         if isinstance(self.patch_drop, PatchDropoutWithIndices):
+            if kept is not None:
+                raise ValueError(
+                    "the model drops patches by itself (patch_drop_rate), and which of them are kept was given; "
+                    "build it with patch_drop_rate=0"
+                )
             x, kept = self.patch_drop(x)
-        return self.norm_pre(x), self._rotations(grid, kept, x.device), grid
+        elif kept is not None:
+            prefix, rest = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+            x = torch.cat((prefix, rest.gather(1, kept[..., None].expand(-1, -1, x.shape[-1]))), dim=1)
+        return self.norm_pre(x), self._rotations(grid, kept, x.device)
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         """Patches (batch, rows, columns, dim) -> tokens with prefix; absolute embeddings are added here."""

@@ -1,7 +1,7 @@
 """Data sets, augmentation and loaders that put batches on the device."""
 
 from vision_rope.data.augment import Mixing, eval_transform, train_transform
-from vision_rope.data.datasets import DATASETS, open_dataset
+from vision_rope.data.datasets import DATASETS, open_dataset, take_evenly
 from vision_rope.data.decode import BrokenImageError, decode_image
 from vision_rope.data.loader import DeviceLoader, create_loader
 from vision_rope.data.sources import ImageSource, IterableSource
@@ -17,5 +17,6 @@ __all__ = [
     "decode_image",
     "eval_transform",
     "open_dataset",
+    "take_evenly",
     "train_transform",
 ]

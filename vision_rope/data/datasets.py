@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from vision_rope.data.sources import FileSource, ImageSource, IterableSource
+from vision_rope.data.sources import EvenPart, FileSource, ImageSource, IterableSource
 from vision_rope.data.timm_datasets import TIMM_PREFIXES, open_timm
 
 Split = Literal["train", "validation"]
@@ -41,7 +41,7 @@ def open_dataset(
     """Open one split of a data set.
 
     Args:
-        source: elpv, folder:PATH, or a name of timm's: torch/cifar10, hfds/NAME, wds/NAME.
+        source: elpv, folder:PATH, images:PATH (no labels), or a name of timm's: torch/cifar10, hfds/NAME, wds/NAME.
         split: train or validation.
         root: the folder that timm's names are looked up in.
         train_split: what the source itself calls the training split.
@@ -69,7 +69,7 @@ def open_dataset(
         close = difflib.get_close_matches(name.split("/")[0], [entry.strip("/") for entry in known], n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(
-            f"data source {source!r} is unknown; choose elpv, folder:PATH, or one of timm's names that begin with "
+            f"data source {source!r} is unknown; choose elpv, folder:PATH, images:PATH, or one of timm's names that begin with "
             f"{', '.join(f'{prefix}/' for prefix in TIMM_PREFIXES)}{hint}"
         )
     if root is not None:
@@ -152,9 +152,43 @@ def open_folder(
     return FileSource(name, classes, [files[index][0] for index in chosen], [files[index][1] for index in chosen])
 
 
+def open_images(
+    path: str, split: Split, train_split: str, val_split: str, val_fraction: float, split_seed: int
+) -> ImageSource:
+    """Open all images below PATH, at any depth, without labels: for masked prediction; a part is held out."""
+    if not path:
+        raise ValueError("images needs a path: images:PATH")
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"data source images:{path}: there is no folder {folder}")
+    if (train_split, val_split) != ("train", "validation"):
+        raise ValueError(
+            f"train_split is {train_split!r} and val_split {val_split!r}, but images:PATH has no splits of its own; "
+            "leave both out, val_fraction and split_seed say what is held out"
+        )
+    files = [file for file, _ in list_files(folder.parent, [folder.name])]
+    keys = [Path(file).relative_to(folder).as_posix() for file in files]
+    chosen = hold_out(keys, [""] * len(keys), split, val_fraction, split_seed)
+    return FileSource(f"images:{path}", ["image"], [files[index] for index in chosen], [0] * len(chosen))
+
+
+def take_evenly(dataset: ImageSource | IterableSource, count: int | None) -> ImageSource | IterableSource:
+    """So many images of a data set, evenly spread; all of them where count is none or larger.
+
+    Raises:
+        ValueError: for a stream, which has no order to spread them over.
+    """
+    if count is None:
+        return dataset
+    if isinstance(dataset, IterableSource):
+        raise ValueError(f"max_images is {count}, but {dataset.name} is a stream; leave it out to take all images")
+    return dataset if count >= len(dataset) else EvenPart(dataset, count)
+
+
 DATASETS: dict[str, Callable[[str, Split, str, str, float, int], ImageSource]] = {
     "elpv": open_elpv,
     "folder": open_folder,
+    "images": open_images,
 }
 
 

@@ -68,6 +68,27 @@ class FileSource(ImageSource):
         return self.paths[index]
 
 
+class EvenPart(ImageSource):
+    """So many images of a data set, evenly spread over its order, and with it over classes that follow each other."""
+
+    def __init__(self, whole: ImageSource, count: int) -> None:
+        self.name = whole.name
+        self.classes = whole.classes
+        self.licence = whole.licence
+        self._whole = whole
+        self._places = [place * len(whole) // count for place in range(count)]
+        self.labels = None if whole.labels is None else [whole.labels[place] for place in self._places]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._whole[self._places[index]]
+
+    def path(self, index: int) -> str:
+        return self._whole.path(self._places[index])
+
+
 class PillowSource(ImageSource):
     """A data set of torchvision's whose items are Pillow images."""
 

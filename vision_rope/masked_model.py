@@ -1,0 +1,158 @@
+"""Masked-patch prediction: a positioned backbone that predicts the pixels of patches it does not see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vision_rope.convert import create_model
+from vision_rope.convert.vision_transformer import PositionedModel
+
+
+class MaskedModel(nn.Module):
+    """A backbone with a head that predicts pixels, in one of two ways.
+
+    Without a decoder the encoder sees all tokens, hidden ones as a learned mask token (SimMIM). With one it sees the
+    visible patches alone, at their own positions; the decoder gets them back in their places, mask tokens in the
+    others (MAE). The last layer begins at zero: the first prediction is the mean colour.
+
+    Args:
+        encoder: a positioned model without a classifier (num_classes=0).
+        decoder: what `create_decoder` makes, or None.
+
+    Raises:
+        ValueError: for an encoder with layers that masked prediction has no use for.
+    Source: SimMIM (arXiv 2111.09886); MAE (arXiv 2111.06377).
+    """
+
+    def __init__(self, encoder: PositionedModel, decoder: PositionedModel | None = None) -> None:
+        super().__init__()
+        timm_encoder: Any = encoder
+        if getattr(timm_encoder, "attn_pool", None) is not None:
+            raise ValueError(
+                "the encoder pools by attention (global_pool='map'), which masked prediction does not train; "
+                "build it with global_pool='avg' or 'token'"
+            )
+        self.encoder = encoder
+        self.decoder = decoder
+        timm_decoder: Any = decoder
+        dim = timm_encoder.embed_dim
+        token_dim = dim if decoder is None else timm_decoder.embed_dim
+        self.decoder_embed = None if decoder is None else nn.Linear(dim, token_dim)
+        self.mask_token = nn.Parameter(0.02 * torch.randn(token_dim))
+        height, width = self.patch_embed.patch_size
+        self.head = nn.Linear(token_dim, height * width * timm_encoder.in_chans)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @property
+    def patch_embed(self) -> Any:
+        """The encoder's; its patch size is what images are divided by."""
+        return self.encoder.patch_embed
+
+    def forward(self, images: Tensor, masks: Tensor) -> Tensor:
+        """Predict all patches; those of visible ones are no use, since nothing trains them.
+
+        Shapes: images (batch, channels, height, width), masks bool (batch, rows, columns), True where hidden ->
+            (batch, rows * columns, pixels of a patch)
+        Raises: ValueError where masks do not fit the grid of patches, or hide different numbers of them in a batch
+            that is encoded from its visible patches.
+        """
+        patches = self.encoder.embed_patches(images)
+        if masks.shape != patches.shape[:3]:
+            raise ValueError(
+                f"masks have shape {tuple(masks.shape)}, but the images have patches {tuple(patches.shape[:3])}: "
+                "(batch, rows, columns)"
+            )
+        if self.decoder is None:
+            return self.head(self._encode(torch.where(masks[..., None], self.mask_token.to(patches.dtype), patches)))
+        kept = _visible_places(masks)
+        visible = self.decoder_embed(self._encode(patches, kept))  # type: ignore[misc]
+        tokens = self.mask_token.to(visible.dtype).expand(*masks.flatten(1).shape, -1)
+        tokens = tokens.scatter(1, kept[..., None].expand_as(visible), visible)
+        return self.head(self.decoder.forward_patches(tokens.unflatten(1, masks.shape[1:])))
+
+    def _encode(self, patches: Tensor, kept: Tensor | None = None) -> Tensor:
+        """Patches -> normalised tokens without the prefix."""
+        encoder: Any = self.encoder
+        tokens = encoder.forward_patches(patches, kept=kept)[:, encoder.num_prefix_tokens :]
+        # timm's average-pooled models have their last norm behind the pooling.
+        return encoder.fc_norm(tokens)
+
+    def set_extension(self, method: str, train_size: Sequence[int] | None = None, **knobs: Any) -> None:
+        """See `vision_rope.set_extension`; the decoder follows the encoder."""
+        for part in (self.encoder, self.decoder):
+            if part is not None:
+                part.set_extension(method, train_size, **knobs)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute activations in the backward pass."""
+        for part in (self.encoder, self.decoder):
+            if part is not None:
+                part.set_grad_checkpointing(enable)  # type: ignore[operator]
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that no optimizer should decay: those of encoder and decoder, and the mask token."""
+        names = {"mask_token"}
+        for prefix, part in (("encoder", self.encoder), ("decoder", self.decoder)):
+            if part is not None:
+                names |= {f"{prefix}.{name}" for name in part.no_weight_decay()}
+        return names
+
+
+def create_decoder(
+    encoder: PositionedModel,
+    *,
+    position: str,
+    position_options: dict[str, Any] | None = None,
+    keep_absolute: bool = False,
+    dim: int,
+    depth: int,
+    num_heads: int,
+) -> PositionedModel:
+    """A small positioned transformer over the encoder's grid of patches, for `MaskedModel`.
+
+    It is a timm ViT whose patches are the encoder's tokens, so that every position encoding works in it too.
+
+    Raises:
+        ValueError: for a width that the heads do not divide, or that the encoding does not fit.
+    """
+    if depth < 1 or num_heads < 1 or dim % num_heads:
+        raise ValueError(
+            f"the decoder has dim {dim}, depth {depth} and {num_heads} heads, but all must be positive and the heads "
+            "must divide dim"
+        )
+    embed: Any = encoder.patch_embed
+    decoder = create_model(
+        "vit_small_patch16_224",
+        position=position,
+        position_options=position_options,
+        keep_absolute=keep_absolute,
+        img_size=tuple(embed.img_size),
+        patch_size=tuple(embed.patch_size),
+        embed_dim=dim,
+        depth=depth,
+        num_heads=num_heads,
+        num_classes=0,
+        class_token=False,
+        global_pool="avg",
+        fc_norm=False,
+    )
+    decoder.patch_embed.proj = nn.Identity()
+    return decoder
+
+
+def _visible_places(masks: Tensor) -> Tensor:
+    """Shapes: masks (batch, rows, columns) -> places of the visible patches (batch, visible), ascending."""
+    hidden = masks.flatten(1)
+    counts = hidden.sum(1).tolist()
+    if len(set(counts)) != 1:
+        raise ValueError(
+            f"masks hide between {min(counts)} and {max(counts)} patches of an image, but all images of a batch that "
+            "is encoded from its visible patches must have equally many"
+        )
+    order = hidden.to(torch.uint8).sort(dim=1, stable=True).indices
+    return order[:, : hidden.shape[1] - counts[0]]
