@@ -69,8 +69,8 @@ def open_dataset(
         close = difflib.get_close_matches(name.split("/")[0], [entry.strip("/") for entry in known], n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(
-            f"data source {source!r} is unknown; choose elpv, folder:PATH, images:PATH, or one of timm's names that begin with "
-            f"{', '.join(f'{prefix}/' for prefix in TIMM_PREFIXES)}{hint}"
+            f"data source {source!r} is unknown; choose elpv, folder:PATH, images:PATH, or one of timm's names that begin "
+            f"with {', '.join(f'{prefix}/' for prefix in TIMM_PREFIXES)}{hint}"
         )
     if root is not None:
         raise ValueError(f"root is {root!r}, but only timm's names are looked up in it; leave it out with {source}")
