@@ -270,7 +270,7 @@ def evaluate(
         if is_run:
             found = open_run(
                 folder,
-                data=_choose_data(load_yaml(folder / "config.yaml").data, data, root, split),
+                data=choose_data(load_yaml(folder / "config.yaml").data, data, root, split),
                 weights=weights,
                 device=process.device,
                 max_images=max_images,
@@ -278,7 +278,7 @@ def evaluate(
         else:
             found = open_timm(
                 str(target),
-                data=_choose_data(DataConfig(), data, root, split),
+                data=choose_data(DataConfig(), data, root, split),
                 checkpoint=checkpoint,
                 pretrained=pretrained,
                 position=position,
@@ -376,7 +376,7 @@ def _patch_size(model: nn.Module) -> Size:
     return (patch, patch) if isinstance(patch, int) else (int(patch[0]), int(patch[1]))
 
 
-def _choose_data(own: DataConfig, source: str | None, root: str | None, split: str | None) -> DataConfig:
+def choose_data(own: DataConfig, source: str | None, root: str | None, split: str | None) -> DataConfig:
     """The target's own data, or other data with the settings that belong to it."""
     chosen = own if source in (None, own.source) else DataConfig(source=str(source))
     return replace(chosen, root=root or chosen.root, val_split=split or chosen.val_split)

@@ -39,7 +39,7 @@ def write_results(rows: Sequence[Row], folder: str | Path) -> list[Path]:
     names = ["evaluation.csv", "evaluation.json", "per_class.csv", "evaluation.png"]
     paths = [folder / name for name in names]
     flat = [{key: value for key, value in row.items() if key != "per_class"} for row in rows]
-    _write_csv(paths[0], flat)
+    write_csv(paths[0], flat)
     paths[1].write_text(json.dumps(list(rows), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     by_class = [
         {"size": row["size"], "method": row["method"], "class": name, "accuracy": accuracy}
@@ -47,7 +47,7 @@ def write_results(rows: Sequence[Row], folder: str | Path) -> list[Path]:
         for name, accuracy in (row["per_class"] or {}).items()
     ]
     if by_class:
-        _write_csv(paths[2], by_class)
+        write_csv(paths[2], by_class)
     plot_evaluation(rows, paths[3])
     return [path for path in paths if by_class or path != paths[2]]
 
@@ -87,7 +87,8 @@ def _format_figure(key: str, value: float | None) -> str:
     return f"{value:.3g}" if key == "images_per_second" else f"{value:.3f}"
 
 
-def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows under the keys of the first one."""
     with path.open("w", newline="", encoding="utf-8") as file:
         if rows:
             writer = csv.DictWriter(file, list(rows[0]))
