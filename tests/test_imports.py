@@ -49,6 +49,8 @@ ORDER = [
     "preparation",
     "progress",
     "trainer",
+    "study_results",
+    "study",
     "benchmark",
     "cli",
 ]

@@ -16,6 +16,7 @@ EXAMPLES = """examples:
   vision-rope train --config configs/default.yaml
   vision-rope evaluate runs/default --sizes 64,96,128,192x256 --extend none,interpolate,ntk,yarn
   vision-rope evaluate vit_small_patch16_rope_224 --pretrained --data folder:imagenet --sizes 224,288,384
+  vision-rope study --config configs/study.yaml
   vision-rope presets
 """
 
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["train"]:
             return _train(words[1:])
+        if words[:1] == ["study"]:
+            return _study(words[1:])
         parsed = _build_parser().parse_args(words or ["--help"])
         return int(parsed.run(parsed))
     except (ValueError, OSError, ModuleNotFoundError) as error:
@@ -84,6 +87,7 @@ def _build_parser() -> Parser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     commands.add_parser("train", help="train a model from a YAML file and flags, then evaluate it", add_help=False)
+    commands.add_parser("study", help="train position encodings side by side and compare them", add_help=False)
     _add_evaluate(commands)
     presets = commands.add_parser(
         "presets", help="list the presets of rotary position embedding", description="List the presets, a line each."
@@ -143,6 +147,16 @@ def _train(words: Sequence[str]) -> int:
     from vision_rope.trainer import main as train_main
 
     return train_main(words)
+
+
+def _study(words: Sequence[str]) -> int:
+    if "-h" in words or "--help" in words:
+        from vision_rope.config import load_study
+
+        load_study(["--help"])
+    from vision_rope.study import main as study_main
+
+    return study_main(words)
 
 
 def _evaluate(parsed: Any) -> int:

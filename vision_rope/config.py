@@ -5,8 +5,8 @@ Sections up to `evaluation` change results; `run` changes only where and how fas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -264,6 +264,64 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+
+@dataclass
+class StudySection:
+    """Rows that a study compares, each trained with several seeds.
+
+    Attributes:
+        encodings: position encodings, a row each; empty takes all for images, in the order of their tables.
+        leave_out: encodings that get no row.
+        rows: further rows by name, with the keys that differ from the rest of the file.
+        num_seeds: trainings a row, with the seeds seed, seed + 1, ...
+        baseline: row that the others are compared with, seed by seed; none leaves that table out.
+        processes: trainings at the same time.
+    """
+
+    encodings: list[str] = field(default_factory=list)
+    leave_out: list[str] = field(default_factory=list)
+    rows: dict[str, Any] = field(default_factory=dict)
+    num_seeds: int = 3
+    baseline: str | None = None
+    processes: int = 2
+
+
+@dataclass
+class StudyConfig(TrainConfig):
+    """A study: one configuration of a run, and what differs from row to row.
+
+    Attributes:
+        task: classification, or masked: predict hidden patches, without labels.
+        seed: first seed of initial weights, order, augmentation and training masks.
+        batch_size: images a step.
+        ema_decay: decay of the averaged weights that are evaluated and kept; none switches averaging off.
+    """
+
+    study: StudySection = field(default_factory=StudySection)
+
+
+def load_study(argv: Sequence[str]) -> StudyConfig:
+    """Read a study from command-line words, as `load_config` does."""
+    if "-h" in argv or "--help" in argv:
+        print(flags.help_text(StudyConfig, "vision-rope study"))
+        raise SystemExit(0)
+    return flags.build(StudyConfig, flags.read_words(StudyConfig, argv))
+
+
+def override(config: TrainConfig, keys: Mapping[str, Any]) -> TrainConfig:
+    """The configuration of a run with other values of some keys, by their dotted names.
+
+    Raises:
+        ValueError: for an unknown key, with the nearest valid one, and for a value of the wrong type.
+    """
+    values: dict[str, Any] = asdict(config)
+    for key, value in keys.items():
+        section, dot, name = key.rpartition(".")
+        inner = values.setdefault(section, {}) if dot else values
+        inner[name] = value
+    values.pop("study", None)
+    return flags.build(TrainConfig, values)
 
 
 def load_config(argv: Sequence[str]) -> TrainConfig:

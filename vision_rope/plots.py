@@ -67,6 +67,58 @@ def plot_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None
     figure.savefig(path)
 
 
+def plot_study(rows: Sequence[Mapping[str, Any]], metric: str, path: str | Path) -> None:
+    """Draw a study: a panel a row of it, a line a method with the range of its seeds, references in grey.
+
+    Units: the metric times 100; sizes in pixels, as the side of the square of the same area.
+    """
+    from matplotlib.figure import Figure
+
+    known = [row for row in rows if row.get(metric) is not None]
+    references = [row for row in known if row["seed"] is None]
+    names = list(dict.fromkeys(row["row"] for row in known if row["seed"] is not None))
+    methods = list(dict.fromkeys(row["method"] for row in known))
+    columns = min(len(names), 4) or 1
+    lines = -(-len(names) // columns) or 1
+    figure = Figure(figsize=(3.1 * columns, 2.5 * lines + 0.8), dpi=130, layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    for panel, name in zip(axes.flat, names, strict=False):
+        for style, reference in zip((":", "--"), dict.fromkeys(row["row"] for row in references), strict=False):
+            points = sorted((_side(row), 100 * row[metric]) for row in references if row["row"] == reference)
+            panel.plot(*_columns(points), color="0.5", linestyle=style, linewidth=1.3, label=reference)
+        for index, method in enumerate(methods):
+            values: dict[float, list[float]] = {}
+            for row in known:
+                if (row["row"], row["method"]) == (name, method) and row["seed"] is not None:
+                    values.setdefault(_side(row), []).append(100 * row[metric])
+            if not values:
+                continue
+            sides = sorted(values)
+            means = [sum(values[side]) / len(values[side]) for side in sides]
+            color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
+            label = "no extension" if method == "none" else method
+            panel.plot(sides, means, color=color, marker=marker, markersize=4, linewidth=1.6, label=label)
+            bounds = [min(values[side]) for side in sides], [max(values[side]) for side in sides]
+            panel.fill_between(sides, *bounds, color=color, alpha=0.18, linewidth=0)
+        _mark_sizes(panel, [row for row in known if row["seed"] is not None])
+        panel.set_title(name, fontsize=10)
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    for panel in list(axes.flat)[len(names) :]:
+        panel.set_visible(False)
+    figure.supxlabel("image size (pixels)", fontsize=9)
+    figure.supylabel(f"{PANELS.get(metric, metric)} x 100; bands: range of the seeds", fontsize=9)
+    entries = {
+        label: handle for panel in axes.flat for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        entries.values(), entries.keys(), loc="outside upper center", ncols=min(len(entries), 6), frameon=False
+    )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
 def plot_images(lines: Mapping[str, Tensor], path: str | Path) -> None:
     """Draw images in lines with names: the same images, seen in different ways.
 

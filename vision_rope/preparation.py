@@ -73,6 +73,17 @@ def create_loaders(config: TrainConfig, world: Distributed) -> tuple[list[str], 
     return list(train_set.classes), train_loader, val_loader
 
 
+def count_classes(config: TrainConfig) -> int:
+    """Number of classes of the data set that a configuration names.
+
+    Raises:
+        ValueError: for a source that cannot be opened.
+    """
+    from vision_rope.targets import open_split
+
+    return len(open_split(config.data, "train").classes)
+
+
 def training_sizes(section: DataConfig) -> list[tuple[int, int]]:
     """Sizes that training batches have, (height, width) in pixels; a size may come more than once."""
     from vision_rope.evaluate import parse_size

@@ -1,0 +1,383 @@
+"""A study: position encodings side by side, trained on one budget with several seeds, evaluated at many sizes.
+
+Every training is a run folder of its own, a cell. A finished cell is kept and not trained again; one that was stopped
+goes on after its last whole epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vision_rope.checkpoint import find_last, write_whole
+from vision_rope.config import StudyConfig, TrainConfig, changed_keys, check_config, load_yaml, override, to_yaml
+from vision_rope.encodings import ENCODINGS
+from vision_rope.results import Row
+from vision_rope.rope_presets import PRESETS, preset
+from vision_rope.suggestion import did_you_mean
+
+CELLS = "cells"
+# What a study writes beside its cells.
+OWN_NAMES = (CELLS, "study.yaml", "study.csv", "study.md", "study.png", "pairs.csv", "references.json")
+DEFAULT_OUTPUT = "runs/study"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training of a study.
+
+    Attributes:
+        row: name of its row.
+        config: configuration of its run, whose output is its folder and whose seed tells it from others of its row.
+    """
+
+    row: str
+    config: TrainConfig
+
+    @property
+    def folder(self) -> Path:
+        assert self.config.run.output is not None
+        return Path(self.config.run.output)
+
+    def load(self) -> dict[str, Any] | None:
+        """What the finished cell came to; None where it is not finished."""
+        path = self.folder / "cell.json"
+        return json.loads(path.read_text()) if path.is_file() else None
+
+
+def study_rows(config: StudyConfig) -> dict[str, dict[str, Any]]:
+    """The rows of a study by name, each with the keys in which it differs: encodings of the tables, then `study.rows`.
+
+    Raises:
+        ValueError: for an encoding that is in no table, and where no row is left.
+    """
+    section = config.study
+    known = [*ENCODINGS, *(name for name in PRESETS if preset(name, head_dim=24).axes == 2)]
+    for key, names in (("encodings", section.encodings), ("leave_out", section.leave_out)):
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"study.{key} holds {name!r}; the position encodings for images are {', '.join(known)}"
+                    f"{did_you_mean(name, known)}"
+                )
+    rows: dict[str, dict[str, Any]] = {
+        name: {"model.position": name, "model.position_options": {}}
+        for name in section.encodings or known
+        if name not in section.leave_out
+    }
+    for name, keys in section.rows.items():
+        if not isinstance(keys, dict):
+            raise ValueError(
+                f"study.rows.{name} is {keys!r}, but it must hold keys: {{model.position: rope-vit-axial}}"
+            )
+        rows[str(name)] = keys
+    if not rows:
+        raise ValueError("study.leave_out leaves no row; give study.encodings or study.rows")
+    if section.baseline is not None and section.baseline not in rows:
+        raise ValueError(
+            f"study.baseline is {section.baseline!r}; the rows are {', '.join(rows)}"
+            f"{did_you_mean(section.baseline, rows)}"
+        )
+    return rows
+
+
+def plan(config: StudyConfig) -> list[Cell]:
+    """All trainings of a study, seed by seed, so that an early stop leaves all rows with the first seeds.
+
+    Raises:
+        ValueError: for anything in a row that no run could use, with the row's name.
+    """
+    if config.study.num_seeds < 1 or config.study.processes < 1:
+        raise ValueError(
+            f"study.num_seeds is {config.study.num_seeds} and study.processes {config.study.processes}, but both must "
+            "be at least 1"
+        )
+    if config.run.resume:
+        raise ValueError("run.resume is on, but a study goes on by itself where its output holds finished cells")
+    if not config.evaluation.sizes:
+        raise ValueError("evaluation.sizes is empty, but a study compares sizes; give some, for instance 48,96,144")
+    output = Path(config.run.output or DEFAULT_OUTPUT)
+    cells: list[Cell] = []
+    folders: dict[str, str] = {}
+    for seed in range(config.seed, config.seed + config.study.num_seeds):
+        for name, keys in study_rows(config).items():
+            if owned := [key for key in keys if key == "seed" or key.startswith(("run.", "study.", "evaluation."))]:
+                raise ValueError(f"study.rows.{name} sets {owned[0]}, which must be the same for all rows")
+            folder = re.sub(r"[^\w.-]+", "-", name)
+            if folders.setdefault(folder, name) != name:
+                raise ValueError(
+                    f"study.rows {folders[folder]!r} and {name!r} would share the folder {folder}; rename one"
+                )
+            try:
+                run = replace(
+                    config.run,
+                    output=str(output / CELLS / folder / f"seed-{seed}"),
+                    overwrite=False,
+                    progress=False,
+                    tensorboard=False,
+                )
+                cell = Cell(name, replace(override(config, keys), seed=seed, run=run))
+                check_config(cell.config)
+            except ValueError as error:
+                raise ValueError(f"row {name!r} of the study: {error}") from error
+            cells.append(cell)
+    return cells
+
+
+def run_study(config: StudyConfig, report: Callable[[str], None] = print) -> tuple[list[Row], list[Path]]:
+    """Train and evaluate all cells that are not finished, then write tables and the figure.
+
+    Returns the rows of study.csv and the files written.
+
+    Raises:
+        ValueError: before any training, for what cannot work and for cells that were trained otherwise.
+        RuntimeError: where a process was killed.
+    """
+    from vision_rope.study_results import write_study
+
+    output = Path(config.run.output or DEFAULT_OUTPUT)
+    cells = plan(config)
+    if config.run.overwrite:
+        _remove(output)
+    _check_models(config, cells)
+    _check_kept(cells)
+    output.mkdir(parents=True, exist_ok=True)
+    write_whole(output / "study.yaml", to_yaml(replace(config, run=replace(config.run, overwrite=False))).encode())
+    waiting = [cell for cell in cells if cell.load() is None]
+    if len(waiting) < len(cells):
+        report(f"{len(cells) - len(waiting)} of {len(cells)} trainings are finished already, in {output / CELLS}")
+    _run_cells(waiting, config, report)
+    references = _references(config, output)
+    rows: list[Row] = [{**row, "row": name, "seed": None} for name, found in references.items() for row in found]
+    seconds = {cell.row: 0.0 for cell in cells}
+    for cell in cells:
+        result = cell.load()
+        assert result is not None, "all cells are finished"
+        facts = {"row": cell.row, "seed": cell.config.seed}
+        rows += [{**row, **facts} for row in result["rows"]]
+        if result["failed"]:
+            rows.append({**facts, "method": "none", "reason": result["failed"]})
+        seconds[cell.row] += result["cpu_seconds"]
+    return rows, write_study(rows, config, seconds, output)
+
+
+def run_cell(cell: Cell) -> dict[str, Any]:
+    """Train and evaluate one cell, or go on with it; the result is kept in cell.json."""
+    from vision_rope.trainer import TrainingDiverged, train
+
+    started = (cell.folder / "config.yaml").is_file()
+    resume = started and find_last(cell.folder) is not None
+    run = replace(cell.config.run, resume=resume, overwrite=started and not resume)
+    start, failed, rows = time.process_time(), None, []
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        try:
+            train(replace(cell.config, run=run))
+            rows = json.loads((cell.folder / "evaluation" / "evaluation.json").read_text())
+        except TrainingDiverged as error:
+            failed = str(error)
+    result = {
+        "rows": [{key: value for key, value in row.items() if key != "per_class"} for row in rows],
+        "failed": failed,
+        # Of this process, loading and evaluation included; where a cell was resumed, of its last part.
+        "cpu_seconds": time.process_time() - start,
+    }
+    write_whole(cell.folder / "cell.json", json.dumps(result, indent=1).encode())
+    return result
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command `vision-rope study`."""
+    from vision_rope.config import load_study
+
+    config = load_study(argv)
+    try:
+        _, files = run_study(config)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on with the trainings that are left", file=sys.stderr)
+        return 130
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    output = next(path for path in files if path.suffix == ".md")
+    print("\n" + output.read_text())
+    print("\n".join(f"wrote {path}" for path in files))
+    return 0
+
+
+def _run_cells(cells: Sequence[Cell], config: StudyConfig, report: Callable[[str], None]) -> None:
+    """Run cells in this process, or several at a time in others."""
+    from tqdm import tqdm
+
+    bar = tqdm(total=len(cells), unit="training", disable=None if config.run.progress and cells else True)
+    with bar:
+        for cell, result in _results(cells, min(config.study.processes, len(cells))):
+            bar.update()
+            with bar.external_write_mode():
+                report(_describe(cell, result))
+
+
+def _results(cells: Sequence[Cell], processes: int) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    if processes <= 1:
+        for cell in cells:
+            yield cell, run_cell(cell)
+        return
+    # Not forked: threads of torch and CUDA do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    number = context.Value("i", 0)
+    threads = max((os.cpu_count() or 1) // processes, 1)
+    with _terminating(ProcessPoolExecutor(processes, context, _start_worker, (number, threads))) as pool:
+        futures = {pool.submit(run_cell, cell): cell for cell in cells}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BrokenProcessPool:
+            raise RuntimeError(
+                "a process of the study was killed, perhaps for want of memory; finished trainings are kept: the same "
+                "command goes on, with fewer study.processes if memory was short"
+            ) from None
+
+
+@contextmanager
+def _terminating(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
+    """A pool whose processes end with it at once when an error or Ctrl-C leaves the block."""
+    before = set(multiprocessing.active_children())
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - before:
+            process.terminate()
+        raise
+    pool.shutdown()
+
+
+def _start_worker(number: Any, threads: int) -> None:
+    """Settle in a new process: its threads, its GPU, and an end when the study's own process ends."""
+    # Ctrl-C reaches all processes; the study's own one answers it for all.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+    with number.get_lock():
+        place = number.value
+        number.value += 1
+    if (count := torch.cuda.device_count()) > 1:
+        # Before CUDA starts here, so that each process sees a GPU of its own as the first one.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[place % count]
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _check_models(config: StudyConfig, cells: Sequence[Cell]) -> None:
+    """Build every row's model once, so that what cannot be built is said before the first training."""
+    from vision_rope.preparation import build_start, check_sweep, count_classes
+
+    num_classes = count_classes(config)
+    for cell in cells[: len(cells) // config.study.num_seeds]:
+        try:
+            check_sweep(cell.config, build_start(cell.config, num_classes))
+        except ValueError as error:
+            raise ValueError(f"row {cell.row!r} of the study: {error}") from error
+
+
+def _check_kept(cells: Sequence[Cell]) -> None:
+    """Refuse to take up cells that were trained under another configuration."""
+    for cell in cells:
+        stored = cell.folder / "config.yaml"
+        if stored.is_file() and (changed := changed_keys(load_yaml(stored), cell.config)):
+            raise ValueError(
+                f"{cell.folder} was trained with other values of {', '.join(changed)}; give another run.output, or "
+                "--run.overwrite true to start the study anew"
+            )
+
+
+def _remove(output: Path) -> None:
+    if output.exists() and any(output.iterdir()) and not (output / "study.yaml").is_file():
+        raise ValueError(f"run.output {output} holds files but no study (no study.yaml); give another folder")
+    for name in OWN_NAMES:
+        path = output / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _references(config: StudyConfig, output: Path) -> dict[str, list[Row]]:
+    """What is reached without training, at all sizes; kept like the cells."""
+    if config.task != "masked":
+        return {}
+    from vision_rope.data import take_evenly
+    from vision_rope.evaluate import parse_sizes, sweep
+    from vision_rope.parallel import choose_device
+    from vision_rope.preparation import build_start, training_sizes
+    from vision_rope.references import REFERENCES
+    from vision_rope.targets import open_split
+    from vision_rope.tasks import create_task
+
+    path, data = output / "references.json", config.data
+    plain = override(config, {"model.position": "none", "model.position_options": {}})
+    embed: Any = build_start(plain, 0).patch_embed
+    patch_size = (embed.patch_size[0], embed.patch_size[1])
+    basis = [str(part) for part in (data, config.masked, config.evaluation, patch_size)]
+    if path.is_file() and (kept := json.loads(path.read_text()))["basis"] == basis:
+        return kept["rows"]
+    dataset = take_evenly(open_split(data, "validation"), config.evaluation.max_images)
+    rows = {
+        name: [
+            {key: value for key, value in row.items() if key != "per_class"}
+            for row in sweep(
+                reference(patch_size),
+                dataset,
+                task=create_task(plain, 0, patch_size),
+                sizes=parse_sizes(config.evaluation.sizes),
+                methods=["none"],
+                train_size=training_sizes(replace(data, train_sizes=[]))[0],
+                patch_size=patch_size,
+                device=choose_device(config.run.device),
+                mean=data.mean,
+                std=data.std,
+                batch_size=config.evaluation.batch_size or config.batch_size,
+                crop_pct=config.evaluation.crop_pct,
+                interpolation=data.interpolation,
+                num_workers=config.run.num_workers,
+                about={"data": data.source, "split_seed": data.split_seed},
+                progress=False,
+            )
+        ]
+        for name, reference in REFERENCES.items()
+    }
+    write_whole(path, json.dumps({"basis": basis, "rows": rows}, indent=1).encode())
+    return rows
+
+
+def _describe(cell: Cell, result: dict[str, Any]) -> str:
+    from vision_rope.study_results import choose_metric
+
+    name = f"{cell.row}, seed {cell.config.seed}"
+    if result["failed"]:
+        return f"{name}: failed: {result['failed']}"
+    rows = [row for row in result["rows"] if row["method"] == "none"]
+    metric = choose_metric(rows)
+    figures = ", ".join(f"{100 * row[metric]:.1f} at {row['size']}" for row in rows)
+    return f"{name}: {metric} {figures} ({result['cpu_seconds']:.0f} CPU s)"

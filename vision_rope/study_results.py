@@ -1,0 +1,163 @@
+"""A study's numbers: rows as CSV, tables in Markdown with the spread of seeds, differences within seeds, a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vision_rope.checkpoint import write_whole
+from vision_rope.config import StudyConfig
+from vision_rope.results import METRICS, Row, write_csv
+
+# A difference counts as resolved where at least so many seeds agree on its sign and none disagrees.
+ENOUGH_SEEDS = 3
+
+
+def choose_metric(rows: Sequence[Row]) -> str:
+    """The metric that a study is told by: R2, AUROC for two classes, else top-1."""
+    return next((name for name in ("r2", "auroc") if any(row.get(name) is not None for row in rows)), "top1")
+
+
+def write_study(rows: Sequence[Row], config: StudyConfig, seconds: Mapping[str, float], folder: Path) -> list[Path]:
+    """Write study.csv, pairs.csv, study.md and study.png; `seconds` are the CPU seconds of each row's trainings."""
+    from vision_rope.plots import plot_study
+
+    files = [folder / name for name in ("study.csv", "pairs.csv", "study.md", "study.png")]
+    columns = dict.fromkeys(key for row in rows for key in row)
+    write_csv(files[0], [{key: row.get(key) for key in columns} for row in rows])
+    metric = choose_metric(rows)
+    pairs = compare_pairs(rows, metric, config.study.baseline)
+    write_csv(files[1], [{key: _join(value) for key, value in pair.items()} for pair in pairs])
+    write_whole(files[2], format_study(rows, pairs, metric, seconds).encode())
+    plot_study(rows, metric, files[3])
+    return files
+
+
+def compare_pairs(rows: Sequence[Row], metric: str, baseline: str | None) -> list[dict[str, Any]]:
+    """Differences between two results of the same seed: a method against none, and a row against the baseline.
+
+    Keys: row, against, size, method; seeds and differences as lists; mean, least, most; resolved: all seeds have the
+    same sign, and there are at least three.
+    """
+    found = {
+        (row["row"], row["size"], row["method"], row["seed"]): row[metric]
+        for row in rows
+        if row.get(metric) is not None and row["seed"] is not None
+    }
+    names = list(dict.fromkeys(key[0] for key in found))
+    sizes = list(dict.fromkeys(key[1] for key in found))
+    methods = list(dict.fromkeys(key[2] for key in found))
+    wanted = [(name, size, method, name, "none") for name in names for size in sizes for method in methods[1:]]
+    if baseline is not None:
+        wanted += [(name, size, "none", baseline, "none") for name in names for size in sizes if name != baseline]
+    pairs = []
+    for name, size, method, other, plain in wanted:
+        seeds = [seed for a, b, c, seed in found if (a, b, c) == (name, size, method)]
+        seeds = [seed for seed in seeds if (other, size, plain, seed) in found]
+        differences = [found[name, size, method, seed] - found[other, size, plain, seed] for seed in seeds]
+        # Below the trained size a method changes nothing.
+        if not differences or not any(differences):
+            continue
+        one_sign = min(differences) > 0 or max(differences) < 0
+        pairs.append(
+            {
+                "row": name,
+                "against": other if other != name else "none",
+                "size": size,
+                "method": method,
+                "seeds": seeds,
+                "differences": differences,
+                "mean": sum(differences) / len(differences),
+                "least": min(differences),
+                "most": max(differences),
+                "resolved": one_sign and len(differences) >= ENOUGH_SEEDS,
+            }
+        )
+    return pairs
+
+
+def format_study(
+    rows: Sequence[Row], pairs: Sequence[Mapping[str, Any]], metric: str, seconds: Mapping[str, float]
+) -> str:
+    """The tables in Markdown: figures times 100 as mean (least to most of the seeds)."""
+    known = [row for row in rows if row.get(metric) is not None]
+    sizes = list(dict.fromkeys(row["size"] for row in sorted(known, key=lambda row: row["height"] * row["width"])))
+    facts = next(iter(known), {})
+    seeds = len({row["seed"] for row in known if row["seed"] is not None}) or 1
+    lines = [
+        f"{METRICS[metric]} x 100 at image sizes in pixels (trained at {facts.get('train_size')}); "
+        + (f"mean (least to most) of {seeds} seeds; " if seeds > 1 else "one seed; ")
+        + f"{facts.get('images')} images of {facts.get('data')}.",
+        "",
+        "| row | method | " + " | ".join(sizes) + " | CPU s a training |",
+        "|---|---|" + "---:|" * (len(sizes) + 1),
+    ]
+    for name, method, members in _lines(known):
+        if method != "none" and all(_same(row, known, metric) for row in members):
+            continue
+        cells = [_spread([row[metric] for row in members if row["size"] == size]) for size in sizes]
+        cost = f"{seconds[name] / seeds:.0f}" if method == "none" and seconds.get(name) else ""
+        lines.append(f"| {name} | {method} | {' | '.join(cells)} | {cost} |")
+    lines += ["", *_reasons(rows)]
+    for title, chosen in (
+        ("A method against none, the same trained weights", [pair for pair in pairs if pair["against"] == "none"]),
+        ("A row against the baseline, the same seeds", [pair for pair in pairs if pair["against"] != "none"]),
+    ):
+        if chosen:
+            lines += ["", f"{title}: differences by seed, times 100.", "", *_pair_table(chosen)]
+    return "\n".join(lines) + "\n"
+
+
+def _reasons(rows: Sequence[Row]) -> list[str]:
+    """Why rows have no figures, a line a reason."""
+    methods: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.get("reason"):
+            # "ntk means nothing for sinusoidal: why" is said once for all methods.
+            about, _, why = row["reason"].partition(": ")
+            reason = why if about.startswith(f"{row['method']} means nothing") else row["reason"]
+            methods.setdefault((row["row"], reason), []).append(row["method"])
+    names: dict[tuple[str, str], list[str]] = {}
+    for (name, reason), found in methods.items():
+        names.setdefault((", ".join(dict.fromkeys(found)), reason), []).append(name)
+    return [f"- {', '.join(rows)}: no figures for {found}: {reason}." for (found, reason), rows in names.items()]
+
+
+def _pair_table(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = ["| row | against | size | method | differences | mean | |", "|---|---|---:|---|---|---:|---|"]
+    for pair in pairs:
+        differences = ", ".join(f"{100 * value:+.1f}" for value in pair["differences"])
+        verdict = ("higher" if pair["mean"] > 0 else "lower") if pair["resolved"] else "not resolved"
+        lines.append(
+            f"| {pair['row']} | {pair['against']} | {pair['size']} | {pair['method']} | {differences} | "
+            f"{100 * pair['mean']:+.1f} | {verdict} |"
+        )
+    return lines
+
+
+def _lines(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
+    """Rows by name and method, in their own order."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["row"], row["method"]), []).append(row)
+    names = list(dict.fromkeys(name for name, _ in groups))
+    return [(name, method, groups[name, method]) for name in names for own, method in groups if own == name]
+
+
+def _same(row: Row, rows: Sequence[Row], metric: str) -> bool:
+    """Whether a method changed nothing against none."""
+    key = (row["row"], row["seed"], row["size"], "none")
+    plain = [other[metric] for other in rows if (other["row"], other["seed"], other["size"], other["method"]) == key]
+    return plain == [row[metric]]
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    mean = f"{100 * sum(values) / len(values):.1f}"
+    return mean if len(values) == 1 else f"{mean} ({100 * min(values):.1f} to {100 * max(values):.1f})"
+
+
+def _join(value: Any) -> Any:
+    return " ".join(f"{part:.6g}" for part in value) if isinstance(value, list) else value
