@@ -120,14 +120,14 @@ def test_two_processes_train_as_one(cells, tmp_path, accumulate):
 def _diverge(arguments: list[str]) -> None:
     with distributed("cpu") as world:
         run = Trainer(load_config(arguments), world)
-        loss, steps = run.loss, 0
+        loss, steps = run.task.loss, 0
 
         def poisoned(logits: Tensor, targets: Tensor) -> Tensor:
             nonlocal steps
             steps += 1
             return loss(logits, targets) * (math.nan if world.rank == 1 and steps == 6 else 1.0)
 
-        run.loss = poisoned
+        run.task.loss = poisoned
         with pytest.raises(TrainingDiverged, match="the loss of epoch 2, step 2, is not finite"):
             run.fit()
         assert steps == 6

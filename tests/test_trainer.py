@@ -354,14 +354,14 @@ def test_non_finite_loss_stops_and_keeps_the_last_state(configure, tmp_path, mon
     config = configure("--model.position", "rope-vit-mixed")
     run = Trainer(config)
     steps = 0
-    loss = run.loss
+    loss = run.task.loss
 
     def poisoned(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         nonlocal steps
         steps += 1
         return loss(logits, targets) * (math.nan if steps == 5 else 1.0)
 
-    monkeypatch.setattr(run, "loss", poisoned)
+    monkeypatch.setattr(run.task, "loss", poisoned)
     with pytest.raises(
         TrainingDiverged, match=r"the loss of epoch 2, step 2, is not finite \(learning rate "
     ) as caught:
