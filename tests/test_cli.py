@@ -13,11 +13,12 @@ import pytest
 import vision_rope
 from vision_rope import cli, trainer
 from vision_rope import evaluate as evaluation
+from vision_rope import probe as probing
 
 HEAVY = ("torch", "timm", "matplotlib", "torchmetrics", "tensorboard", "ultralytics", "torchvision")
 
 
-@pytest.mark.parametrize("words", [[], ["evaluate"], ["train"], ["presets"]])
+@pytest.mark.parametrize("words", [[], ["evaluate"], ["probe"], ["train"], ["presets"]])
 def test_help_is_quick_and_loads_nothing_heavy(words: list[str]) -> None:
     code = (
         "import sys, vision_rope.cli as cli\n"
@@ -43,7 +44,7 @@ def test_help_is_quick_and_loads_nothing_heavy(words: list[str]) -> None:
         (["evaluate"], "required: RUN_OR_TIMM_NAME"),
         (
             ["evalute", "run"],
-            "unknown command evalute: the commands are train, evaluate, presets; did you mean evaluate?",
+            "unknown command evalute: the commands are train, study, evaluate, probe, presets; did you mean evaluate?",
         ),
         (["evaluate", "vit_tiny_patch16_224", "--data", "folder:/no/such/folder"], "/no/such/folder"),
         (["evaluate", "vit_tiny_patch16_224", "--data", "elpv", "--sizes", "64,big"], "size is 'big'"),
@@ -92,7 +93,8 @@ def test_every_flag_of_evaluate_arrives(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(evaluation, "evaluate", note)
     words = """evaluate vit_tiny_patch16_224 --data folder:x --root r --split test --sizes 64,8x16 --extend ntk
         --out o --crop-pct 0.9 --batch-size 3 --workers 1 --device cpu --precision bf16 --no-progress --weights last
-        --pretrained --checkpoint c --position sam2 --option img_size=64 --option patch_size=[8,16] --seed 4 --max-images 9"""
+        --pretrained --checkpoint c --position sam2 --option img_size=64 --option patch_size=[8,16] --seed 4
+        --max-images 9"""
     assert cli.main(words.split()) == 0
     assert seen == {
         "target": "vit_tiny_patch16_224",
@@ -118,6 +120,35 @@ def test_every_flag_of_evaluate_arrives(monkeypatch: pytest.MonkeyPatch, capsys:
     }
     # Only the first process of several writes and prints.
     assert capsys.readouterr().out == ""
+
+
+def test_every_flag_of_probe_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def note(folder: str, **options: Any) -> list[Any]:
+        seen.update(folder=folder, **options)
+        return []
+
+    monkeypatch.setattr(probing, "probe", note)
+    words = f"""probe run --data folder:x --root r --size 8x16 --extend ntk --weights last,untrained --k 5
+        --temperature 0.1 --out {tmp_path} --batch-size 3 --workers 1 --device cpu --precision bf16 --no-progress"""
+    assert cli.main(words.split()) == 0
+    assert seen == {
+        "folder": "run",
+        "data": "folder:x",
+        "root": "r",
+        "size": "8x16",
+        "extend": "ntk",
+        "weights": "last,untrained",
+        "k": 5,
+        "temperature": 0.1,
+        "batch_size": 3,
+        "num_workers": 1,
+        "device": "cpu",
+        "precision": "bf16",
+        "progress": False,
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["probe.csv", "probe.json"]
 
 
 def test_train_hands_its_words_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ ORDER = [
     "measure",
     "targets",
     "evaluate",
+    "probe",
     "preparation",
     "progress",
     "trainer",

@@ -1,4 +1,4 @@
-"""The command `vision-rope`: train, evaluate, presets."""
+"""The command `vision-rope`: train, study, evaluate, probe, presets."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ EXAMPLES = """examples:
   vision-rope evaluate runs/default --sizes 64,96,128,192x256 --extend none,interpolate,ntk,yarn
   vision-rope evaluate vit_small_patch16_rope_224 --pretrained --data folder:imagenet --sizes 224,288,384
   vision-rope study --config configs/study.yaml
+  vision-rope probe runs/default --weights best,untrained
   vision-rope presets
 """
 
@@ -89,6 +90,7 @@ def _build_parser() -> Parser:
     commands.add_parser("train", help="train a model from a YAML file and flags, then evaluate it", add_help=False)
     commands.add_parser("study", help="train position encodings side by side and compare them", add_help=False)
     _add_evaluate(commands)
+    _add_probe(commands)
     presets = commands.add_parser(
         "presets", help="list the presets of rotary position embedding", description="List the presets, a line each."
     )
@@ -136,6 +138,31 @@ def _add_evaluate(commands: Any) -> None:
     )
     timm.add_argument("--seed", type=int, help="seed of random weights, where no others are given [0]")
     parser.set_defaults(run=_evaluate, parser=parser)
+
+
+def _add_probe(commands: Any) -> None:
+    parser = commands.add_parser(
+        "probe",
+        help="classify by the frozen features of a run: nearest neighbours and a linear probe",
+        description="Classify labelled images by the frozen features of a run, with the nearest neighbours and with a "
+        "linear probe; print a table and write probe.csv and probe.json.",
+    )
+    add = parser.add_argument
+    add("folder", metavar="RUN", help="folder of a run, of any task")
+    add("--data", help="elpv, folder:PATH or a timm dataset name [the run's own]")
+    add("--root", help="folder that timm dataset names are looked up in")
+    add("--size", help="size in pixels: 96 or 192x256 (rows x columns) [the training size]")
+    add("--extend", default="none", help="none, interpolate, ntk, yarn or pitch, for that size [none]")
+    add("--weights", default="best", help="best, last, ema, untrained; several divided by commas are compared [best]")
+    add("--k", type=int, default=20, help="number of neighbours [20]")
+    add("--temperature", type=float, default=0.07, help="votes are exp(similarity / this) [0.07]")
+    add("--out", help="folder for the results [RUN/probe]")
+    add("--batch-size", type=int, help="images a forward pass [the run's own]")
+    add("--workers", type=int, default=2, help="loader processes [2]")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps [auto]")
+    add("--precision", default="auto", choices=["auto", "fp32", "bf16"], help="[auto: bf16 where it is fast]")
+    add("--no-progress", action="store_true", help="no progress bar")
+    parser.set_defaults(run=_probe, parser=parser)
 
 
 def _train(words: Sequence[str]) -> int:
@@ -188,6 +215,32 @@ def _evaluate(parsed: Any) -> int:
     if paths:
         print(format_table(rows))
         print("\n" + "\n".join(f"wrote {path}" for path in paths))
+    return 0
+
+
+def _probe(parsed: Any) -> int:
+    from pathlib import Path
+
+    from vision_rope.probe import format_probe, probe, write_probe
+
+    rows = probe(
+        parsed.folder,
+        data=parsed.data,
+        root=parsed.root,
+        size=parsed.size,
+        extend=parsed.extend,
+        weights=parsed.weights,
+        k=parsed.k,
+        temperature=parsed.temperature,
+        batch_size=parsed.batch_size,
+        num_workers=parsed.workers,
+        device=parsed.device,
+        precision=parsed.precision,
+        progress=not parsed.no_progress,
+    )
+    print(format_probe(rows))
+    paths = write_probe(rows, parsed.out or Path(parsed.folder, "probe"))
+    print("\n" + "\n".join(f"wrote {path}" for path in paths))
     return 0
 
 

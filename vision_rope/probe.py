@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,16 @@ from vision_rope.suggestion import did_you_mean
 from vision_rope.targets import open_split
 
 WEIGHTS = ("best", "last", "ema", UNTRAINED)
-# Strengths of L2 that the linear probe chooses from, strongest first: each fit starts from the one before.
+# Strengths of L2 that the linear probe chooses from.
 L2_STRENGTHS = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 # Every fifth image of a class is held out for that choice.
 HELD_OUT = 5
 MAX_ITERATIONS = 1000
 # Above this largest entry of the gradient the printed table says that the fit is not finished.
 FINISHED = 1e-3
-# Numbers in the largest intermediate matrix (256 MiB in float32); longer ones are made in parts.
-PART = 2**26
+FIGURES = ("top1", "top5", "balanced_accuracy", "auroc", "nll", "ece")
+# Numbers in an intermediate matrix (256 MiB in float64); a larger one is made in parts.
+PART = 2**25
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class LinearProbe:
 
     def __call__(self, features: Tensor) -> Tensor:
         """Shapes: features (images, dim) -> logits (images, classes)."""
-        return F.linear((features - self.mean) * self.scale, self.weight, self.bias)
+        return F.linear((features.to(self.mean.dtype) - self.mean) * self.scale, self.weight, self.bias)
 
 
 def probe(
@@ -95,7 +96,7 @@ def probe(
         k: number of neighbours.
         temperature: a neighbour votes with exp(cosine similarity / temperature).
         batch_size: images a forward pass; that of the run's evaluation by default.
-        precision: of the backbone: auto, fp32 or bf16. The probes compute in float32.
+        precision: of the backbone: auto, fp32 or bf16.
 
     Returns two rows for each of the weights, `probe` "knn" and "linear", with facts and metrics.
 
@@ -144,10 +145,13 @@ def probe(
             )
             for part in parts
         ]
-        for name in chosen_weights:
-            backbone = _load_backbone(folder, config, name, len(classes), process.device)
+        backbones = {
+            name: _load_backbone(folder, config, name, len(classes), process.device) for name in chosen_weights
+        }
+        for backbone in backbones.values():
             _fit_to_size(backbone, chosen_size, train_size, extend)
-            (train, train_labels), (images, labels) = (
+        for name, backbone in backbones.items():
+            train, validation = (
                 extract_features(
                     backbone, loader, precision=precision, description=f"{name}, {split}" if progress else None
                 )
@@ -162,25 +166,57 @@ def probe(
                 "data": source.source,
                 "split_seed": source.split_seed,
                 "classes": len(classes),
-                "train_images": len(train),
-                "images": len(images),
+                "train_images": len(train[0]),
+                "images": len(validation[0]),
                 "size": format_size(chosen_size),
                 "train_size": format_size(train_size),
                 "method": extend,
                 "crop_pct": config.evaluation.crop_pct,
                 "seed": config.seed,
-                "features": train.shape[1],
+                "features": train[0].shape[1],
             }
-            votes = knn_votes(train, train_labels, images, len(classes), k=k, temperature=temperature)
-            # Shares of votes are no calibrated probabilities: what is said of those is left out.
-            ranking = ("top1", "balanced_accuracy", "auroc")
-            figures = _judge(votes.clamp(min=torch.finfo(votes.dtype).tiny).log(), labels, ranking)
-            rows.append(_row(about, "knn", figures, k=k, temperature=temperature))
-            l2 = choose_l2(train, train_labels, len(classes), seed=source.split_seed)
-            linear = fit_linear(train, train_labels, len(classes), l2=l2)
-            figures = _judge(linear(images), labels, tuple(METRICS))
-            rows.append(_row(about, "linear", figures, l2=l2, gradient=linear.gradient))
+            judged = probe_features(
+                train, validation, len(classes), k=k, temperature=temperature, seed=source.split_seed
+            )
+            rows += [{**about, **row} for row in judged]
     return rows
+
+
+def probe_features(
+    train: tuple[Tensor, Tensor],
+    validation: tuple[Tensor, Tensor],
+    num_classes: int,
+    *,
+    k: int = 20,
+    temperature: float = 0.07,
+    seed: int = 0,
+) -> list[Row]:
+    """Classify validation features by training features; a row for each of the two ways.
+
+    Args:
+        seed: of the training images that are held out to choose the strength of L2.
+
+    Shapes: train and validation: features (images, dim), labels int64 (images,)
+    Raises: ValueError for labels outside of the classes, and more neighbours than training images.
+    """
+    for _, labels in (train, validation):
+        outside = labels[(labels < 0) | (labels >= num_classes)]
+        if len(outside):
+            raise ValueError(
+                f"labels hold {int(outside[0])}, outside the {num_classes} classes 0..{num_classes - 1}; a probe needs "
+                "splits with labels"
+            )
+    images, labels = validation
+    settings: Row = dict.fromkeys(("k", "temperature", "l2", "gradient"))
+    votes = knn_votes(*train, images, num_classes, k=k, temperature=temperature)
+    # Shares of votes are no calibrated probabilities: what is said of those is left out.
+    ranking = ("top1", "balanced_accuracy", "auroc")
+    figures = _judge(votes.clamp(min=torch.finfo(votes.dtype).tiny).log(), labels, ranking)
+    knn = {"probe": "knn", **settings, "k": k, "temperature": temperature, **figures}
+    l2 = choose_l2(*train, num_classes, seed=seed)
+    linear = fit_linear(*train, num_classes, l2=l2)
+    figures = _judge(linear(images), labels, FIGURES)
+    return [knn, {"probe": "linear", **settings, "l2": l2, "gradient": linear.gradient, **figures}]
 
 
 def extract_features(
@@ -244,54 +280,69 @@ def knn_votes(
     return torch.cat(shares)
 
 
-def fit_linear(
-    features: Tensor, labels: Tensor, num_classes: int, *, l2: float, start: LinearProbe | None = None
-) -> LinearProbe:
+def fit_linear(features: Tensor, labels: Tensor, num_classes: int, *, l2: float) -> LinearProbe:
     """Minimise mean cross entropy + l2 / 2 * |weight|^2 over standardised features with L-BFGS on all images at once.
+
+    It computes in float64 (on MPS, which has none, in float32), a part of the images at a time.
 
     Args:
         l2: strength of L2; the bias has none.
-        start: where to begin; the answer is the same, since the objective is convex.
 
     Shapes: features (images, dim), labels (images,)
+    Raises: ValueError where l2 is not positive.
     """
-    variance, mean = torch.var_mean(features, dim=0, correction=0)
+    if not l2 > 0:
+        raise ValueError(f"l2 is {l2}, but it must be positive: without it separable classes have no optimum")
+    device, dtype = features.device, torch.float32 if features.device.type == "mps" else torch.float64
+    variance, mean = (part.to(dtype) for part in torch.var_mean(features, dim=0, correction=0))
     deviation = variance.sqrt()
     # What only rounding changes is a constant, and dividing by its deviation would make noise of it.
-    constant = deviation <= 1e-6 * mean.abs().clamp(min=1e-6)
-    scale = torch.where(constant, 0.0, 1 / deviation)
-    standard = (features - mean) * scale
-    if start is None:
-        weight = features.new_zeros(num_classes, features.shape[1])
-        bias = features.new_zeros(num_classes)
-    else:
-        weight, bias = start.weight.clone(), start.bias.clone()
-    parameters = [weight.requires_grad_(), bias.requires_grad_()]
+    scale = torch.where(deviation <= 1e-6 * mean.abs(), 0.0, 1 / deviation)
     rows = max(PART // max(num_classes, features.shape[1]), 1)
 
-    def objective() -> Tensor:
-        optimizer.zero_grad()
-        penalty = l2 / 2 * weight.square().sum()
-        penalty.backward()
-        total = penalty.detach()
-        for part, its_labels in zip(standard.split(rows), labels.split(rows), strict=True):
-            loss = F.cross_entropy(F.linear(part, weight, bias), its_labels, reduction="sum") / len(labels)
-            loss.backward()
-            total = total + loss.detach()
-        return total
+    def standardised() -> Iterator[tuple[Tensor, Tensor]]:
+        for part, its_labels in zip(features.split(rows), labels.split(rows), strict=True):
+            yield (part.to(dtype) - mean) * scale, its_labels
+
+    def objective(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The value and its gradients for weight and bias."""
+        value, weight_gradient, bias_gradient = l2 / 2 * weight.square().sum(), l2 * weight, torch.zeros_like(bias)
+        for part, its_labels in standardised():
+            log_probabilities = F.linear(part, weight, bias).log_softmax(dim=1)
+            value = value + F.nll_loss(log_probabilities, its_labels, reduction="sum") / len(features)
+            excess = log_probabilities.exp() / len(features)
+            excess[torch.arange(len(part), device=device), its_labels] -= 1 / len(features)
+            weight_gradient = weight_gradient + excess.T @ part
+            bias_gradient = bias_gradient + excess.sum(dim=0)
+        return value, weight_gradient, bias_gradient
+
+    # Features are correlated, which costs L-BFGS hundreds of steps. In coordinates in which the curvature at equal
+    # probabilities, covariance / classes + l2, is the unit matrix, it needs tens.
+    covariance = torch.zeros(2 * features.shape[1:], dtype=dtype, device=device)
+    for part, _ in standardised():
+        covariance += part.T @ part / len(features)
+    variances, directions = torch.linalg.eigh(covariance.cpu())
+    turn = (directions / (variances.clamp(min=0) / num_classes + l2).sqrt()).T.to(device)
+    turned = torch.zeros(num_classes, features.shape[1], dtype=dtype, device=device)
+    bias = torch.zeros(num_classes, dtype=dtype, device=device)
+
+    def turned_objective() -> Tensor:
+        value, weight_gradient, bias.grad = objective(turned @ turn, bias)
+        turned.grad = weight_gradient @ turn.T
+        return value
 
     optimizer = torch.optim.LBFGS(
-        parameters,
+        [turned, bias],
         max_iter=MAX_ITERATIONS,
         history_size=20,
-        tolerance_grad=1e-6,
-        tolerance_change=1e-9,
+        tolerance_grad=1e-7,
+        tolerance_change=1e-12,
         line_search_fn="strong_wolfe",
     )
-    optimizer.step(objective)
-    objective()
-    gradient = max(float(parameter.grad.abs().max()) for parameter in parameters if parameter.grad is not None)
-    return LinearProbe(mean, scale, weight.detach(), bias.detach(), gradient)
+    optimizer.step(turned_objective)
+    weight = turned @ turn
+    gradient = max(float(part.abs().max()) for part in objective(weight, bias)[1:])
+    return LinearProbe(mean, scale, weight, bias, gradient)
 
 
 def choose_l2(features: Tensor, labels: Tensor, num_classes: int, *, seed: int = 0) -> float:
@@ -308,9 +359,9 @@ def choose_l2(features: Tensor, labels: Tensor, num_classes: int, *, seed: int =
             "no class has two training images, so that none can be held out to choose the strength of L2; give more "
             "images"
         )
-    best, fit = (math.inf, L2_STRENGTHS[0]), None
+    best = (math.inf, L2_STRENGTHS[0])
     for l2 in L2_STRENGTHS:
-        fit = fit_linear(features[~held_out], labels[~held_out], num_classes, l2=l2, start=fit)
+        fit = fit_linear(features[~held_out], labels[~held_out], num_classes, l2=l2)
         loss = float(F.cross_entropy(fit(features[held_out]), labels[held_out]))
         best = min(best, (loss, l2))
     return best[1]
@@ -336,7 +387,7 @@ def format_probe(rows: Sequence[Row]) -> str:
     for fact in facts:
         values = dict.fromkeys(str(row[fact]) for row in rows if row[fact] is not None)
         lines.append(f"{fact.replace('_', ' '):<13}{'; '.join(values)}")
-    shown = {key: heading for key, heading in METRICS.items() if any(row.get(key) is not None for row in rows)}
+    shown = {key: METRICS[key] for key in FIGURES if any(row[key] is not None for row in rows)}
     cells = [["weights", "probe", *shown.values(), "L2"]]
     for row in rows:
         figures = ["-" if row[key] is None else f"{row[key]:.3f}" for key in shown]
@@ -355,26 +406,13 @@ def format_probe(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _row(
-    about: Row,
-    name: str,
-    figures: Row,
-    *,
-    k: int | None = None,
-    temperature: float | None = None,
-    l2: float | None = None,
-    gradient: float | None = None,
-) -> Row:
-    settings = {"probe": name, "k": k, "temperature": temperature, "l2": l2, "gradient": gradient}
-    return {**about, **settings, **{key: figures.get(key) for key in METRICS if key not in ("r2", "mse")}}
-
-
 def _judge(logits: Tensor, labels: Tensor, keys: Sequence[str]) -> Row:
-    """Those metrics of logits that there are; None for what has no value."""
+    """Those metrics of logits; None for the other ones, and for what has no value."""
     metrics = ClassificationMetrics(logits.shape[1], logits.device)
     metrics.update(logits, labels)
-    figures: Row = metrics.compute()
-    return {key: figures[key] if math.isfinite(figures[key]) else None for key in keys if key in figures}
+    found: Row = metrics.compute()
+    values = {key: found[key] for key in keys if key in found and math.isfinite(found[key])}
+    return {key: values.get(key) for key in FIGURES}
 
 
 def _read_weights(weights: str | Sequence[str]) -> list[str]:
@@ -400,8 +438,8 @@ def _check_data(source: str, parts: Sequence[Any], k: int) -> list[str]:
     classes = list(train.classes)
     if len(classes) < 2:
         raise ValueError(
-            f"data {source} has one class ({classes[0]}), but a probe needs labels of at least two; give labelled "
-            "data, for instance folder:PATH"
+            f"data {source} has {len(classes)} class ({', '.join(classes)}), but a probe needs labels of at least two; "
+            "give labelled data, for instance folder:PATH"
         )
     if classes != list(validation.classes):
         raise ValueError(f"data {source}: the splits have different classes")
