@@ -47,6 +47,7 @@ def build_model(config: TrainConfig, num_classes: int, *, pretrained: bool | Non
 
 
 def _build_masked(config: TrainConfig, *, pretrained: bool | None) -> nn.Module:
+    from vision_rope.convert.blocks import attention_layers
     from vision_rope.masked_model import MaskedModel, create_decoder
 
     encoder: Any = _build_backbone(config, 0, pretrained=pretrained)
@@ -54,6 +55,7 @@ def _build_masked(config: TrainConfig, *, pretrained: bool | None) -> nn.Module:
     if masked.encoder == "all":
         return MaskedModel(encoder)
     dim = masked.decoder_dim or encoder.embed_dim // 2
+    head_dim: Any = attention_layers(encoder.blocks[0])[0].head_dim
     decoder = create_decoder(
         encoder,
         position=section.position,
@@ -61,7 +63,7 @@ def _build_masked(config: TrainConfig, *, pretrained: bool | None) -> nn.Module:
         keep_absolute=section.keep_absolute,
         dim=dim,
         depth=masked.decoder_depth or 2,
-        num_heads=masked.decoder_heads or max(dim // encoder.blocks[0].attn.head_dim, 1),
+        num_heads=masked.decoder_heads or max(dim // head_dim, 1),
     )
     return MaskedModel(encoder, decoder)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from vision_rope.convert import create_model
@@ -31,11 +32,7 @@ class MaskedModel(nn.Module):
     def __init__(self, encoder: PositionedModel, decoder: PositionedModel | None = None) -> None:
         super().__init__()
         timm_encoder: Any = encoder
-        if getattr(timm_encoder, "attn_pool", None) is not None:
-            raise ValueError(
-                "the encoder pools by attention (global_pool='map'), which masked prediction does not train; "
-                "build it with global_pool='avg' or 'token'"
-            )
+        _check_encoder(timm_encoder)
         self.encoder = encoder
         self.decoder = decoder
         timm_decoder: Any = decoder
@@ -58,18 +55,22 @@ class MaskedModel(nn.Module):
 
         Shapes: images (batch, channels, height, width), masks bool (batch, rows, columns), True where hidden ->
             (batch, rows * columns, pixels of a patch)
-        Raises: ValueError where masks do not fit the grid of patches, or hide different numbers of them in a batch
-            that is encoded from its visible patches.
+        Raises: ValueError where masks do not fit the grid of patches or are not bool, or hide different numbers of
+            them in a batch that is encoded from its visible patches.
         """
-        patches = self.encoder.embed_patches(images)
-        if masks.shape != patches.shape[:3]:
+        if masks.dtype != torch.bool:
+            raise ValueError(f"masks have dtype {masks.dtype}, but must be bool: True where a patch is hidden")
+        grid = self.patch_embed.dynamic_feat_size(images.shape[-2:])
+        if masks.shape != (len(images), *grid):
             raise ValueError(
-                f"masks have shape {tuple(masks.shape)}, but the images have patches {tuple(patches.shape[:3])}: "
+                f"masks have shape {tuple(masks.shape)}, but the images have patches {(len(images), *grid)}: "
                 "(batch, rows, columns)"
             )
-        if self.decoder is None:
+        # First, since counting reads the masks, which breaks a compiled graph: there is nothing to break yet.
+        kept = None if self.decoder is None else _visible_places(masks)
+        patches = self.encoder.embed_patches(images)
+        if self.decoder is None or kept is None:
             return self.head(self._encode(torch.where(masks[..., None], self.mask_token.to(patches.dtype), patches)))
-        kept = _visible_places(masks)
         visible = self.decoder_embed(self._encode(patches, kept))  # type: ignore[misc]
         tokens = self.mask_token.to(visible.dtype).expand(*masks.flatten(1).shape, -1)
         tokens = tokens.scatter(1, kept[..., None].expand_as(visible), visible)
@@ -83,10 +84,16 @@ class MaskedModel(nn.Module):
         return encoder.fc_norm(tokens)
 
     def set_extension(self, method: str, train_size: Sequence[int] | None = None, **knobs: Any) -> None:
-        """See `vision_rope.set_extension`; the decoder follows the encoder."""
-        for part in (self.encoder, self.decoder):
-            if part is not None:
+        """See `vision_rope.set_extension`; the decoder follows the encoder, and what one refuses changes neither."""
+        parts = [part for part in (self.encoder, self.decoder) if part is not None]
+        before = [part.extension for part in parts]
+        try:
+            for part in parts:
                 part.set_extension(method, train_size, **knobs)
+        except ValueError:
+            for part, extension in zip(parts, before, strict=True):
+                part.extension = extension
+            raise
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute activations in the backward pass."""
@@ -126,23 +133,45 @@ def create_decoder(
             "must divide dim"
         )
     embed: Any = encoder.patch_embed
-    decoder = create_model(
-        "vit_small_patch16_224",
-        position=position,
-        position_options=position_options,
-        keep_absolute=keep_absolute,
-        img_size=tuple(embed.img_size),
-        patch_size=tuple(embed.patch_size),
-        embed_dim=dim,
-        depth=depth,
-        num_heads=num_heads,
-        num_classes=0,
-        class_token=False,
-        global_pool="avg",
-        fc_norm=False,
-    )
+    try:
+        decoder = create_model(
+            "vit_small_patch16_224",
+            position=position,
+            position_options=position_options,
+            keep_absolute=keep_absolute,
+            img_size=tuple(embed.img_size),
+            patch_size=tuple(embed.patch_size),
+            embed_dim=dim,
+            depth=depth,
+            num_heads=num_heads,
+            num_classes=0,
+            class_token=False,
+            global_pool="avg",
+            fc_norm=False,
+        )
+    except ValueError as error:
+        raise ValueError(f"the decoder of dim {dim} and {num_heads} heads cannot be built: {error}") from error
     decoder.patch_embed.proj = nn.Identity()
     return decoder
+
+
+def _check_encoder(encoder: Any) -> None:
+    """Refuse layers that masked prediction has no use for, or that would undo the masks."""
+    if getattr(encoder, "attn_pool", None) is not None:
+        raise ValueError(
+            "the encoder pools by attention (global_pool='map'), which masked prediction does not train; "
+            "build it with global_pool='avg' or 'token'"
+        )
+    if not isinstance(encoder.patch_drop, nn.Identity):
+        raise ValueError(
+            "the encoder drops patches by itself (patch_drop_rate), which would leave hidden ones without a "
+            "prediction; build it with patch_drop_rate=0"
+        )
+    if not isinstance(encoder.patch_embed, PatchEmbed):
+        raise ValueError(
+            f"the encoder's patches come from a {type(encoder.patch_embed).__name__}, which looks beyond a patch, so "
+            "that visible ones would show the hidden; choose a model that embeds each patch by itself"
+        )
 
 
 def _visible_places(masks: Tensor) -> Tensor:
