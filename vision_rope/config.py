@@ -466,7 +466,15 @@ def _task_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
             ("masked.ratio", 0 < masked.ratio < 1, "must lie between 0 and 1"),
             ("masked.block", masked.block >= 1, "must be at least 1"),
         ]
-    about = f"task {config.task}" + (", masked.encoder all" if config.task == "masked" else "")
+        rules += [
+            (
+                f"masked.{name}",
+                getattr(masked, name) is None or getattr(masked, name) >= 1,
+                "must be at least 1, or none",
+            )
+            for name in ("decoder_dim", "decoder_depth", "decoder_heads")
+        ]
+    about = f"task {config.task}" + (f", masked.encoder {masked.encoder}" if config.task == "masked" else "")
     rules += [
         (key, flags.get(config, key) == flags.get(fresh, key), f"would have no effect with {about}; leave it out")
         for key in without_effect

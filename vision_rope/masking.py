@@ -42,13 +42,18 @@ def draw_masks(
         -> bool (batch, rows, columns) on the CPU, True where hidden
 
     Raises:
-        ValueError: for a ratio outside (0, 1), a block below 1 and a grid of fewer than two patches.
+        ValueError: for a ratio outside (0, 1), a block below 1 or of the whole grid, a grid of fewer than two patches.
     Source: MAE (arXiv 2111.06377) draws patches; SimMIM (arXiv 2111.09886), section 3.2, squares of patches.
     """
     count = count_masked(grid, ratio)
     if block < 1:
         raise ValueError(f"block is {block}, but the side of a masked square is at least 1 patch")
     rows, columns = grid
+    if block >= max(grid):
+        raise ValueError(
+            f"block is {block}, but a grid of {rows} x {columns} patches is one such square, of which all images would "
+            "have the same part hidden; choose a smaller block"
+        )
     squares = torch.rand(batch, -(-rows // block), -(-columns // block), generator=generator)
     order = squares.repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :rows, :columns].flatten(1)
     # A stable sort keeps the patches of a square together, in which the last one is cut.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from vision_rope import checkpoint
 from vision_rope.config import DataConfig, TrainConfig
+from vision_rope.masking import draw_masks
 from vision_rope.parallel import Distributed
 
 if TYPE_CHECKING:
@@ -112,12 +114,23 @@ def build_start(config: TrainConfig, num_classes: int) -> nn.Module:
 
 
 def check_sweep(config: TrainConfig, model: nn.Module) -> None:
-    """Refuse training and evaluation sizes that the patch does not divide, and unknown extension methods."""
+    """Refuse sizes that the patch does not divide or that cannot be masked, and unknown extension methods."""
     from vision_rope.evaluate import check_methods, check_sizes, parse_sizes
 
-    patch_size = tuple(model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
+    height, width = tuple(model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
     size = config.data.size
-    check_sizes([(size, size) if isinstance(size, int) else size, *training_sizes(config.data)], patch_size)
+    sizes = [(size, size) if isinstance(size, int) else size, *training_sizes(config.data)]
     if config.evaluation.sizes:
-        check_sizes(parse_sizes(config.evaluation.sizes), patch_size)
+        sizes += parse_sizes(config.evaluation.sizes)
         check_methods(config.evaluation.extend)
+    check_sizes(sizes, (height, width))
+    if config.task == "masked":
+        for rows, columns in {(size[0] // height, size[1] // width) for size in sizes}:
+            # A draw for nothing: it refuses what training would stumble over.
+            draw_masks(
+                1,
+                (rows, columns),
+                ratio=config.masked.ratio,
+                block=config.masked.block,
+                generator=torch.Generator(),
+            )

@@ -18,13 +18,21 @@ FILE_SECONDS = 30.0
 
 
 def show_progress(
-    loader: DeviceLoader, totals: Tensor, *, epoch: int, epochs: int, num_processes: int, enabled: bool
+    loader: DeviceLoader,
+    totals: Tensor,
+    *,
+    epoch: int,
+    epochs: int,
+    num_processes: int,
+    with_accuracy: bool,
+    enabled: bool,
 ) -> Iterator[tuple[Tensor, ...]]:
     """Pass batches through under a bar with loss, accuracy, images a second and the time left to the whole run.
 
     Args:
         totals: sum of losses, right answers and images of this process so far; filled by whoever takes the batches.
             Read when the figures are renewed alone, since reading waits for the device.
+        with_accuracy: whether right answers are counted.
     """
     from tqdm import tqdm
 
@@ -51,7 +59,7 @@ def show_progress(
                 left = seconds / (index + 1) * (len(loader) * (epochs - epoch) - index - 1)
                 figures = (
                     f"loss {loss / images:.3f}",
-                    f"accuracy {hits / images:.1%}",
+                    *([f"accuracy {hits / images:.1%}"] if with_accuracy else []),
                     f"{images * num_processes / seconds:.0f} images/s",
                     f"left {tqdm.format_interval(left)}",
                 )

@@ -78,6 +78,11 @@ class Classification:
     def __init__(self, num_classes: int, loss: LossConfig | None = None, augment: AugmentConfig | None = None) -> None:
         from vision_rope.data import Mixing
 
+        if num_classes < 2:
+            raise ValueError(
+                f"num_classes is {num_classes}, but classification tells at least 2 classes apart; images without "
+                "labels are for task: masked"
+            )
         loss, augment = loss or LossConfig(), augment or AugmentConfig()
         self.num_classes = num_classes
         self.loss = create_loss(loss.name, loss.label_smoothing, num_classes)
@@ -174,8 +179,8 @@ class MaskedPrediction:
         return MaskedMetrics(self._patch_size, self._masked.target, device)
 
     def score(self, row: Mapping[str, Any]) -> tuple[float, ...]:
-        """R2."""
-        return (row["r2"],)
+        """A low error; on the same images and masks it is a high R2, which flat images have none of."""
+        return (-row["mse"],)
 
     def draw(self, batch: Batch, outputs: Mapping[str, Tensor], path: Path, most: int = 8) -> Path:
         """The first images of a batch, what of them was visible, and what each method made of the rest."""

@@ -178,6 +178,7 @@ class Trainer:
             epoch=epoch,
             epochs=self.config.schedule.epochs,
             num_processes=self.world.world_size,
+            with_accuracy=self.config.task == "classification",
             enabled=self.world.is_main and self.config.run.progress,
         )
         for index, (images, labels, places[index]) in enumerate(batches):
