@@ -360,9 +360,10 @@ def choose_l2(features: Tensor, labels: Tensor, num_classes: int, *, seed: int =
             "images"
         )
     best = (math.inf, L2_STRENGTHS[0])
+    kept, judge = (features[~held_out], labels[~held_out]), (features[held_out], labels[held_out])
     for l2 in L2_STRENGTHS:
-        fit = fit_linear(features[~held_out], labels[~held_out], num_classes, l2=l2)
-        loss = float(F.cross_entropy(fit(features[held_out]), labels[held_out]))
+        fit = fit_linear(*kept, num_classes, l2=l2)
+        loss = float(F.cross_entropy(fit(judge[0]), judge[1]))
         best = min(best, (loss, l2))
     return best[1]
 

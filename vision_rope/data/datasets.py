@@ -69,7 +69,7 @@ def open_dataset(
         close = difflib.get_close_matches(name.split("/")[0], [entry.strip("/") for entry in known], n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(
-            f"data source {source!r} is unknown; choose elpv, folder:PATH, images:PATH, or a name of timm's that begins "
+            f"data source {source!r} is unknown; choose elpv, folder:PATH, images:PATH, or a name of timm's beginning "
             f"with {', '.join(f'{prefix}/' for prefix in TIMM_PREFIXES)}{hint}"
         )
     if root is not None:
