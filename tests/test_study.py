@@ -90,7 +90,7 @@ def figures(path: Path) -> list[tuple[str, ...]]:
 
 
 def test_every_encoding_for_images_gets_a_row(images: Path, tmp_path: Path) -> None:
-    rows = study_rows(toy(images, tmp_path, study__encodings=[], study__leave_out=["sam2"]))
+    rows = study_rows(toy(images, tmp_path, study__encodings=["all"], study__leave_out=["sam2"]))
     for name in ENCODINGS:
         assert rows[name] == {"model.position": name, "model.position_options": {}}
     assert set(rows) == {*ENCODINGS, *PRESETS} - {"sam2", "roformer"}
@@ -125,7 +125,7 @@ def test_cells_have_folders_and_seeds_of_their_own(images: Path, tmp_path: Path)
     [
         ({"study__encodings": ["rope-vit-axal"]}, "did you mean 'rope-vit-axial'"),
         ({"study__leave_out": ["roformer"]}, "study.leave_out holds 'roformer'"),
-        ({"study__encodings": ["none"], "study__leave_out": ["none"], "study__baseline": None}, "leaves no row"),
+        ({"study__encodings": ["none"], "study__leave_out": ["none"], "study__baseline": None}, "the study has no row"),
         ({"study__baseline": "nine"}, "study.baseline is 'nine'; the rows are none, rope-vit-axial"),
         ({"study__rows": {"x": 3}}, "study.rows.x is 3"),
         ({"study__rows": {"x": {"model.positoin": "none"}}}, "row 'x' of the study: unknown key model.positoin"),

@@ -271,7 +271,7 @@ class StudySection:
     """Rows that a study compares, each trained with several seeds.
 
     Attributes:
-        encodings: position encodings, a row each; empty takes all for images, in the order of their tables.
+        encodings: position encodings, a row each; all takes every one for images, in the order of the tables.
         leave_out: encodings that get no row.
         rows: further rows by name, with the keys that differ from the rest of the file.
         num_seeds: trainings a row, with the seeds seed, seed + 1, ...
@@ -279,7 +279,7 @@ class StudySection:
         processes: trainings at the same time.
     """
 
-    encodings: list[str] = field(default_factory=list)
+    encodings: list[str] = field(default_factory=lambda: ["all"])
     leave_out: list[str] = field(default_factory=list)
     rows: dict[str, Any] = field(default_factory=dict)
     num_seeds: int = 3

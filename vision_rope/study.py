@@ -69,17 +69,16 @@ def study_rows(config: StudyConfig) -> dict[str, dict[str, Any]]:
     """
     section = config.study
     known = [*ENCODINGS, *(name for name in PRESETS if preset(name, head_dim=24).axes == 2)]
-    for key, names in (("encodings", section.encodings), ("leave_out", section.leave_out)):
+    wanted = known if section.encodings == ["all"] else section.encodings
+    for key, names in (("encodings", wanted), ("leave_out", section.leave_out)):
         for name in names:
             if name not in known:
                 raise ValueError(
-                    f"study.{key} holds {name!r}; the position encodings for images are {', '.join(known)}"
-                    f"{did_you_mean(name, known)}"
+                    f"study.{key} holds {name!r}; the position encodings for images are {', '.join(known)}, "
+                    f"or all of them: all{did_you_mean(name, known)}"
                 )
     rows: dict[str, dict[str, Any]] = {
-        name: {"model.position": name, "model.position_options": {}}
-        for name in section.encodings or known
-        if name not in section.leave_out
+        name: {"model.position": name, "model.position_options": {}} for name in wanted if name not in section.leave_out
     }
     for name, keys in section.rows.items():
         if not isinstance(keys, dict):
@@ -88,7 +87,7 @@ def study_rows(config: StudyConfig) -> dict[str, dict[str, Any]]:
             )
         rows[str(name)] = keys
     if not rows:
-        raise ValueError("study.leave_out leaves no row; give study.encodings or study.rows")
+        raise ValueError("the study has no row; give study.encodings or study.rows")
     if section.baseline is not None and section.baseline not in rows:
         raise ValueError(
             f"study.baseline is {section.baseline!r}; the rows are {', '.join(rows)}"
