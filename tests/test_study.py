@@ -307,7 +307,7 @@ def children_of(pid: int) -> list[int]:
 def test_a_lost_process_is_said_with_the_remedy(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "run_cell", _end_at_once)
     config = toy(images, tmp_path / "out", study__processes=2)
-    with pytest.raises(RuntimeError, match=r"a process of the study was killed.*fewer study\.processes"):
+    with pytest.raises(study.ProcessLostError, match=r"a process of the study was killed.*fewer study\.processes"):
         run_study(config)
 
 

@@ -38,6 +38,10 @@ OWN_NAMES = (CELLS, "study.yaml", "study.csv", "study.md", "study.png", "pairs.c
 DEFAULT_OUTPUT = "runs/study"
 
 
+class ProcessLostError(RuntimeError):
+    """A process of the study ended in the middle of a training, killed by the system or by hand."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """One training of a study.
@@ -146,7 +150,7 @@ def run_study(config: StudyConfig, report: Callable[[str], None] = print) -> tup
 
     Raises:
         ValueError: before any training, for what cannot work and for cells that were trained otherwise.
-        RuntimeError: where a process was killed.
+        ProcessLostError: where a process was killed.
     """
     from vision_rope.study_results import write_study
 
@@ -210,7 +214,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on with the trainings that are left", file=sys.stderr)
         return 130
-    except RuntimeError as error:
+    except ProcessLostError as error:
         print(f"error: {error}", file=sys.stderr)
         return 3
     output = next(path for path in files if path.suffix == ".md")
@@ -246,7 +250,7 @@ def _results(cells: Sequence[Cell], processes: int) -> Iterator[tuple[Cell, dict
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BrokenProcessPool:
-            raise RuntimeError(
+            raise ProcessLostError(
                 "a process of the study was killed, perhaps for want of memory; finished trainings are kept: the same "
                 "command goes on, with fewer study.processes if memory was short"
             ) from None
