@@ -15,11 +15,14 @@ from vision_rope.config import (
     check_config,
     help_text,
     load_config,
+    load_study,
     load_yaml,
     to_yaml,
 )
 
-CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
+FILES = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
+STUDIES = [path for path in FILES if path.stem.startswith("study")]
+CONFIGS = [path for path in FILES if path not in STUDIES]
 
 
 def write(folder: Path, text: str) -> Path:
@@ -102,6 +105,10 @@ def test_section_as_a_flag_is_explained():
         ("optimizer.lr", "fast", "optimizer.lr is 'fast', but it must be a number"),
         ("schedule.epochs", "2.5", "schedule.epochs is '2.5', but it must be a whole number"),
         ("loss.name", "mse", "loss.name is 'mse', but it must be one of cross-entropy, binary-cross-entropy"),
+        ("task", "mae", "task is 'mae', but it must be one of classification, masked"),
+        ("masked.encoder", "some", "masked.encoder is 'some', but it must be one of all, visible"),
+        ("masked.target", "hog", "masked.target is 'hog', but it must be one of pixels, patch-normalized"),
+        ("masked.block", "1.5", "masked.block is '1.5', but it must be a whole number"),
         ("run.compile", "perhaps", "run.compile is 'perhaps', but it must be true or false"),
         ("optimizer.clip_grad", "big", "optimizer.clip_grad is 'big', but it must be a number or none"),
         ("data.mean", "[1, 2]", "data.mean is '[1, 2]', but it must be 3 numbers"),
@@ -200,12 +207,65 @@ def test_changed_keys_leave_run_out():
         "--run.resume true",
         "--seed -1",
         "--run.overwrite true --run.resume true --run.output x",
+        "--evaluation.max_images 0",
+        "--masked.ratio 0.75",
+        "--masked.encoder visible",
+        "--loss.label_smoothing 0.1 --task masked",
+        "--loss.name binary-cross-entropy --task masked",
+        "--augment.mixup 0.2 --task masked",
+        "--augment.cutmix 0.2 --task masked --masked.encoder visible",
+        "--optimizer.layer_decay 0.7 --task masked",
+        "--masked.ratio 0 --task masked",
+        "--masked.ratio 1 --task masked",
+        "--masked.block 0 --task masked",
+        "--masked.decoder_dim 64 --task masked",
+        "--masked.decoder_depth 1 --task masked --masked.encoder all",
+        "--masked.decoder_heads 3 --task masked",
+        "--masked.decoder_dim 0 --task masked --masked.encoder visible",
+        "--masked.decoder_depth 0 --task masked --masked.encoder visible",
+        "--masked.decoder_heads -1 --task masked --masked.encoder visible",
     ],
 )
 def test_values_no_run_could_use_are_refused(words):
     key = words.split()[0][2:]
     with pytest.raises(ValueError, match=rf"^({key}|run.resume) is "):
         check_config(load_config(words.split()))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--task masked",
+        "--task masked --masked.ratio 0.75 --masked.block 2 --masked.target patch-normalized",
+        "--task masked --masked.encoder visible",
+        "--task masked --masked.encoder visible --masked.decoder_dim 64 --masked.decoder_depth 1",
+        "--task masked --masked.decoder_dim none --loss.label_smoothing 0",
+        "--task masked --data.train_sizes 32,48,48x64 --evaluation.max_images 1 --data.source images:x",
+    ],
+)
+def test_values_of_the_own_task_are_taken(words):
+    check_config(load_config(words.split()))
+
+
+def test_what_belongs_to_another_task_is_refused_with_the_reason():
+    """Failure class 16: an option that would be dropped in silence."""
+    with pytest.raises(
+        ValueError, match=r"masked\.ratio is 0\.7, but it would have no effect with task classification;"
+    ):
+        check_config(load_config(["--masked.ratio", "0.7"]))
+    more = ["--task", "masked", "--masked.encoder", "visible"]
+    with pytest.raises(ValueError, match=r"effect with task masked, masked\.encoder visible; leave it out"):
+        check_config(load_config([*more, "--loss.label_smoothing", "0.1"]))
+    with pytest.raises(ValueError, match=r"masked\.decoder_dim is 8, .*effect with task masked, masked\.encoder all"):
+        check_config(load_config(["--task", "masked", "--masked.decoder_dim", "8"]))
+
+
+def test_training_sizes_are_words_and_kept(tmp_path):
+    config = load_config(["--data.train_sizes", "32,32,48x64"])
+    assert config.data.train_sizes == ["32", "32", "48x64"]
+    assert load_yaml(write(tmp_path, "data: {train_sizes: [32, 32, 48x64]}\n")).data == config.data
+    assert load_yaml(write(tmp_path, to_yaml(config))) == config
 
 
 def test_help_lists_every_key_with_its_meaning(capsys):
@@ -229,6 +289,12 @@ def test_configs_load_and_say_what_they_are(path):
     assert "python train.py --config" in text or "torchrun" in text, "no command in the header"
     for word in ("Reproduces", "Time", "Score"):
         assert f"# {word}" in text, f"the header says nothing of its {word.lower()}"
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_studies_load_and_say_how_they_are_started(path):
+    check_config(load_study(["--config", str(path)]))
+    assert f"vision-rope study --config configs/{path.name}" in path.read_text()
 
 
 def test_defaults_are_not_shared():

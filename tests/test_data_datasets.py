@@ -17,9 +17,9 @@ import pytest
 import torch
 from PIL import Image
 
-from vision_rope.data.datasets import hold_out, open_dataset
+from vision_rope.data.datasets import hold_out, open_dataset, take_evenly
 from vision_rope.data.decode import BrokenImageError
-from vision_rope.data.sources import FileSource, IterableSource, ReaderSource
+from vision_rope.data.sources import EvenPart, FileSource, IterableSource, ReaderSource
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +178,109 @@ class TestFolder:
         assert caught.value.path == str(victim)
 
 
+class TestImages:
+    @pytest.fixture
+    def files(self, tmp_path: Path) -> Path:
+        """12 one-coloured pictures at three depths, and what is none."""
+        for index in range(12):
+            path = tmp_path / "album" / ("", "a", "b/c")[index % 3] / f"{index:02}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (4, 6), (index, 2 * index, 3 * index)).save(path)
+        (tmp_path / "album" / "notes.txt").write_text("no picture")
+        (tmp_path / "album" / ".hidden.png").write_text("no picture")
+        return tmp_path / "album"
+
+    def test_all_depths_without_labels_and_each_in_one_split(self, files: Path) -> None:
+        train, validation = (open_dataset(f"images:{files}", split) for split in ("train", "validation"))
+        assert (len(train), len(validation)) == (9, 3)
+        assert train.classes == validation.classes == ["image"]
+        assert train.labels == [0] * 9
+        assert sorted(train.paths + validation.paths) == sorted(map(str, files.rglob("[0-9]*.png")))
+        for part in (train, validation):
+            image, label = part[1]
+            index = int(Path(part.path(1)).stem)
+            assert label == 0
+            assert image.shape == (3, 6, 4)
+            assert image[:, 0, 0].tolist() == [index, 2 * index, 3 * index]
+
+    def test_the_choice_hangs_on_names_below_the_folder_alone(self, files: Path, tmp_path: Path, monkeypatch) -> None:
+        def chosen(source: str, **options: object) -> set[str]:
+            part = open_dataset(source, "validation", val_fraction=0.5, **options)
+            return {Path(path).name for path in part.paths}
+
+        first = chosen(f"images:{files}")
+        shutil.copytree(files, tmp_path / "elsewhere" / "copy")
+        assert chosen(f"images:{tmp_path / 'elsewhere' / 'copy'}/") == first
+        monkeypatch.chdir(files)
+        assert chosen("images:.") == first
+        assert chosen(f"images:{files}", split_seed=1) != first
+        assert len(first) == 6
+
+    def test_errors(self, files: Path, tmp_path: Path) -> None:
+        """Failure class 16 too: options that would have no effect."""
+        for source, options, message in (
+            ("images:", {}, "images needs a path: images:PATH"),
+            (f"images:{tmp_path / 'absent'}", {}, "there is no folder"),
+            (f"images:{files / '00.png'}", {}, "there is no folder"),
+            (f"images:{files}", {"val_split": "test"}, "val_split 'test', but images:PATH has no splits of its own"),
+            (f"images:{files}", {"train_split": "b"}, "train_split is 'b'"),
+            (f"images:{files}", {"root": "x"}, "root is 'x'"),
+            (f"images:{files}", {"download": True}, "download is on"),
+            (f"images:{files}", {"val_fraction": 0.01}, "leaves no image of 12 for the validation split"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                open_dataset(source, "validation", **options)
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(ValueError, match="empty holds no images"):
+            open_dataset(f"images:{tmp_path / 'empty'}", "train")
+
+
+class TestEvenPart:
+    @staticmethod
+    def source(count: int, labels: bool = True) -> FileSource:
+        source = FileSource(
+            "x", ["a", "b"], [f"{k}.png" for k in range(count)], [k // (count // 2) for k in range(count)]
+        )
+        source.licence = "CC0"
+        if not labels:
+            source.labels = None  # type: ignore[assignment]
+        return source
+
+    @pytest.mark.parametrize(("count", "places"), [(1, [0]), (4, [0, 5, 10, 15]), (3, [0, 6, 13]), (19, None)])
+    def test_places_are_different_and_evenly_spread(self, count: int, places: list[int] | None) -> None:
+        part = take_evenly(self.source(20), count)
+        assert isinstance(part, EvenPart)
+        found = [int(Path(part.path(index)).stem) for index in range(len(part))]
+        assert len(set(found)) == len(part) == count
+        assert places is None or found == places
+        assert all(abs(place - index * 20 / count) < 1 for index, place in enumerate(found))
+        assert part.labels == [place // 10 for place in found]
+        assert (part.name, part.classes, part.licence) == ("x", ["a", "b"], "CC0")
+
+    def test_none_and_more_than_there_are_take_all(self) -> None:
+        source = self.source(20)
+        assert take_evenly(source, None) is take_evenly(source, 20) is take_evenly(source, 21) is source
+        assert take_evenly(self.source(20, labels=False), 5).labels is None
+
+    def test_items_are_those_of_the_places(self, cifar: Path) -> None:
+        whole = open_dataset(f"folder:{cifar}", "train")
+        part = take_evenly(whole, 6)
+        assert Counter(part.labels) == {0: 2, 1: 2, 2: 2}
+        for index, place in enumerate((0, 4, 8, 12, 16, 20)):
+            assert part.path(index) == whole.path(place)
+            assert part[index][1] == whole[place][1]
+            assert torch.equal(part[index][0], whole[place][0])
+
+    def test_a_stream_has_no_order_to_spread_over(self) -> None:
+        stream = IterableSource("wds/x", [], ["a"])
+        assert take_evenly(stream, None) is stream
+        with pytest.raises(ValueError, match="max_images is 3, but wds/x is a stream; leave it out"):
+            take_evenly(stream, 3)
+
+
 @pytest.mark.parametrize(
-    ("source", "nearest"), [("elvp", "elpv"), ("folders:/x", "folder"), ("trch/cifar10", "torch"), ("nonsense", "")]
+    ("source", "nearest"),
+    [("elvp", "elpv"), ("image:/x", "images"), ("folders:/x", "folder"), ("trch/cifar10", "torch"), ("nonsense", "")],
 )
 def test_unknown_source_lists_the_names(source: str, nearest: str) -> None:
     with pytest.raises(ValueError, match="choose elpv, folder:PATH") as caught:

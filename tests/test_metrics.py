@@ -1,4 +1,4 @@
-"""Metrics against closed forms written out in NumPy."""
+"""Metrics against closed forms written out in NumPy: of classification, and of masked prediction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vision_rope.metrics import ClassificationMetrics
+from vision_rope.masking import draw_masks, patchify, pixel_targets
+from vision_rope.metrics import ClassificationMetrics, MaskedMetrics
 
 
 def probabilities_of(logits: Tensor) -> np.ndarray:
@@ -143,3 +144,119 @@ def test_bad_input_is_named() -> None:
         metrics.compute()
     with pytest.raises(ValueError, match="num_classes is 1"):
         ClassificationMetrics(1)
+
+
+# ---- masked prediction
+
+PATCH = (4, 2)
+
+
+def masked_example(images: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    """Images, masks and predictions that explain a part of them."""
+    pictures = 2 * torch.randn(images, 3, 12, 8) + 0.5
+    noise = torch.randn(images, 12, 24)
+    return pictures, draw_masks(images, (3, 4), ratio=0.4), patchify(pictures, PATCH) + noise
+
+
+def explained(true: np.ndarray, predicted: np.ndarray) -> tuple[float, float]:
+    """R2 against the prediction zero, and the mean square error."""
+    error, reference = ((true - predicted) ** 2).sum(), (true**2).sum()
+    return 1 - error / reference, error / true.size
+
+
+@pytest.mark.parametrize("target", ["pixels", "patch-normalized"])
+@pytest.mark.parametrize("batch", [1, 3, 7])
+def test_masked_metrics_equal_their_formula_whatever_the_batches(target: str, batch: int) -> None:
+    images, masks, predictions = masked_example()
+    metrics = MaskedMetrics(PATCH, target)
+    for start in range(0, 7, batch):
+        part = slice(start, start + batch)
+        metrics.update(predictions[part], (images[part], masks[part]))
+    result = metrics.compute()
+
+    true, mine = [], []
+    for image, mask, predicted in zip(
+        images.double().numpy(), masks.numpy(), predictions.double().numpy(), strict=True
+    ):
+        for row in range(3):
+            for column in range(4):
+                if mask[row, column]:
+                    patch = image[:, 4 * row : 4 * row + 4, 2 * column : 2 * column + 2]
+                    if target == "patch-normalized":
+                        patch = (patch - patch.mean()) / np.sqrt(patch.var(ddof=1) + 1e-6)
+                    true.append(patch.transpose(1, 2, 0).ravel())
+                    mine.append(predicted[4 * row + column])
+    r2, mse = explained(np.stack(true), np.stack(mine))
+    assert len(true) == 7 * 5
+    assert set(result) == {"r2", "mse", "images"}
+    assert result["r2"] == pytest.approx(r2, rel=1e-5)
+    assert result["mse"] == pytest.approx(mse, rel=1e-5)
+    assert result["images"] == 7
+
+
+@pytest.mark.parametrize("target", ["pixels", "patch-normalized"])
+def test_the_mean_colour_explains_exactly_nothing_and_the_truth_everything(target: str) -> None:
+    images, masks, _ = masked_example()
+    truth = pixel_targets(patchify(images, PATCH), target)
+    for predictions, r2 in ((torch.zeros_like(truth), 0), (truth, 1), (2 * truth, 0), (-truth, -3)):
+        metrics = MaskedMetrics(PATCH, target)
+        metrics.update(predictions, (images, masks))
+        assert metrics.compute()["r2"] == r2
+
+
+def test_visible_patches_do_not_count() -> None:
+    images, masks, predictions = masked_example()
+    others = torch.where(masks.flatten(1)[..., None], predictions, predictions + 100)
+    results = []
+    for each in (predictions, others):
+        metrics = MaskedMetrics(PATCH)
+        metrics.update(each, (images, masks))
+        results.append(metrics.compute())
+    assert results[0] == results[1]
+
+
+def test_images_of_the_mean_colour_alone_have_no_r2() -> None:
+    images, masks, predictions = torch.zeros(2, 3, 12, 8), draw_masks(2, (3, 4), ratio=0.4), torch.ones(2, 12, 24)
+    metrics = MaskedMetrics(PATCH)
+    metrics.update(predictions, (images, masks))
+    result = metrics.compute()
+    assert math.isnan(result["r2"])
+    assert result["mse"] == 1
+
+
+def test_small_errors_after_a_large_one_are_not_lost() -> None:
+    """float64: one large error, then small ones that float32 would swallow."""
+    masks = torch.tensor([[[True, False]]])
+    metrics = MaskedMetrics((1, 1))
+    images = torch.zeros(1, 3, 1, 2)
+    metrics.update(torch.full((1, 2, 3), 1e4), (images, masks))
+    for _ in range(20):
+        metrics.update(torch.full((1, 2, 3), 1.0), (images, masks))
+    assert metrics.compute()["mse"] * 63 == pytest.approx(3e8 + 60, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_predictions_of_any_dtype_are_counted_in_float32(dtype: torch.dtype) -> None:
+    images, masks, predictions = masked_example()
+    results = []
+    for each in (predictions.to(dtype), predictions.to(dtype).float()):
+        metrics = MaskedMetrics(PATCH)
+        metrics.update(each, (images, masks))
+        results.append(metrics.compute())
+    assert results[0] == results[1]
+
+
+def test_bad_predictions_are_named() -> None:
+    images, masks, predictions = masked_example()
+    metrics = MaskedMetrics(PATCH)
+    for value in (math.nan, math.inf):
+        broken = predictions.clone()
+        broken[1, 2, 3] = value
+        with pytest.raises(ValueError, match="predictions are not finite"):
+            metrics.update(broken, (images, masks))
+    with pytest.raises(ValueError, match=r"predictions have shape \(7, 11, 24\), but \(7, 12, 24\) is needed"):
+        metrics.update(predictions[:, 1:], (images, masks))
+    with pytest.raises(ValueError, match="no image was counted"):
+        metrics.compute()
+    with pytest.raises(ValueError, match="target is 'colours'"):
+        MaskedMetrics(PATCH, "colours").update(predictions, (images, masks))  # type: ignore[arg-type]

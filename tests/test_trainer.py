@@ -25,6 +25,7 @@ from vision_rope.preparation import build_start, check_sweep
 from vision_rope.trainer import Trainer, TrainingDiverged, main, train
 
 TRAIN_PY = Path(__file__).resolve().parent.parent / "train.py"
+CONFIGS = [path for path in sorted((TRAIN_PY.parent / "configs").glob("*.yaml")) if not path.stem.startswith("study")]
 
 
 @pytest.fixture(scope="session")
@@ -485,7 +486,7 @@ def test_progress_bar_shows_loss_accuracy_speed_and_time_left(configure, capsys,
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("path", sorted((TRAIN_PY.parent / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_builds_its_model_optimizer_and_schedule(path):
     config = load_yaml(path)
     model = build_start(config, 10)

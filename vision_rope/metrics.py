@@ -158,6 +158,9 @@ class MaskedMetrics:
             the images are of that colour all over. mse: a pixel and channel, in units of the target.
         Raises: ValueError where no image was counted.
         """
+        # A rank without images takes part too, and torchmetrics would warn of one that added nothing.
+        none = torch.zeros(0, 1, 1, device=self._sums.device)
+        self._sums.update(none, none, none[..., 0].bool())
         error, reference, pixels, images = self._sums.compute().tolist()
         if images == 0:
             raise ValueError("no image was counted: the data set or the split is empty")
