@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -11,17 +12,22 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import vision_rope
+from vision_rope import plots
 from vision_rope.checkpoint import build_model, save_weights
-from vision_rope.config import DataConfig, EvaluationConfig, ModelConfig, TrainConfig, to_yaml
+from vision_rope.config import DataConfig, EvaluationConfig, MaskedConfig, ModelConfig, TrainConfig, to_yaml
 from vision_rope.data import create_loader, eval_transform, open_dataset
+from vision_rope.data.randomness import derive_seed
 from vision_rope.evaluate import check_sizes, evaluate, parse_size, parse_sizes, sweep
+from vision_rope.masked_model import MaskedModel, create_decoder
+from vision_rope.masking import draw_masks, patchify
 from vision_rope.measure import measure
 from vision_rope.metrics import ClassificationMetrics
 from vision_rope.results import format_table, write_results
-from vision_rope.tasks import Classification
+from vision_rope.tasks import Classification, MaskedPrediction
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 NORM = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}
@@ -499,11 +505,12 @@ def sweep_in_two_processes(rank: int, store: str, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     rows = swept(tiny_model(), Pictures(), rank=rank, world_size=2, batch_size=2)
+    masked = swept(masked_model("visible"), Pictures(), task=masked_task(), rank=rank, world_size=2, batch_size=2)
     # A rank without a single image takes part too.
     metrics = ClassificationMetrics(2)
     if rank == 0:
         metrics.update(torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 2.0]]), torch.tensor([0, 1, 1]))
-    Path(folder, f"{rank}.json").write_text(json.dumps([rows, metrics.compute()]))
+    Path(folder, f"{rank}.json").write_text(json.dumps([rows, masked, metrics.compute()]))
     torch.distributed.destroy_process_group()
 
 
@@ -511,8 +518,8 @@ def sweep_in_two_processes(rank: int, store: str, folder: str) -> None:
 def test_two_processes_count_each_of_eleven_images_once(tmp_path: Path) -> None:
     """Failure class 25."""
     torch.multiprocessing.spawn(sweep_in_two_processes, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
-    (first, metrics), second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert [first, metrics] == second
+    (first, masked, metrics), second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert [first, masked, metrics] == second
     assert metrics["images"] == 3
     assert metrics["auroc"] == 1.0
     # The same images a forward pass as in two processes, since other batches round differently.
@@ -522,3 +529,213 @@ def test_two_processes_count_each_of_eleven_images_once(tmp_path: Path) -> None:
         for key in one:
             if key not in ("images_per_second", "peak_memory_mb"):
                 assert two[key] == (pytest.approx(one[key], rel=1e-12) if key in ("nll", "ece") else one[key]), key
+    single = swept(masked_model("visible"), Pictures(), task=masked_task(), batch_size=1)
+    assert [row["images"] for row in masked] == [11] * len(single)
+    assert [row["r2"] for row in masked] == pytest.approx([row["r2"] for row in single], rel=1e-5)
+    assert [row["mse"] for row in masked] == pytest.approx([row["mse"] for row in single], rel=1e-5)
+
+
+# ---- masked prediction
+
+
+def masked_model(kind: str = "all", position: str = "rope-vit-axial") -> MaskedModel:
+    encoder = tiny_model(position, num_classes=0)
+    decoder = None
+    if kind == "visible":
+        decoder = create_decoder(encoder, position=position, dim=16, depth=1, num_heads=1)
+    model = MaskedModel(encoder, decoder)
+    # Answers of about the size of pixels, and other ones at every size and with every method.
+    nn.init.normal_(model.head.weight, std=0.1)
+    return model
+
+
+def masked_task(seed: int = 0, **options: object) -> MaskedPrediction:
+    return MaskedPrediction(MaskedConfig(**options), (8, 8), seed=seed, **NORM)  # type: ignore[arg-type]
+
+
+class Watched(MaskedModel):
+    """Keeps what it is asked."""
+
+    def forward(self, images: Tensor, masks: Tensor) -> Tensor:
+        self.__dict__.setdefault("seen", []).append((masks.clone(), self.encoder.extension, images.shape))
+        return super().forward(images, masks)
+
+
+@pytest.mark.parametrize("kind", ["all", "visible"])
+def test_every_masked_row_equals_r2_by_hand(kind: str) -> None:
+    model, dataset = masked_model(kind), Pictures()
+    rows = swept(model, dataset, task=masked_task(), sizes=[(32, 32), (48, 64)], methods=["interpolate", "yarn"])
+    assert model.encoder.extension is None
+    assert [(row["size"], row["method"]) for row in rows] == [
+        (size, method) for size in ("32", "48x64") for method in ("none", "interpolate", "yarn")
+    ]
+    figures = set()
+    for row in rows:
+        size = (row["height"], row["width"])
+        error = reference = count = 0.0
+        vision_rope.set_extension(model, row["method"], train_size=(4, 4)).eval()
+        resize = eval_transform(size)
+        for index in range(11):
+            image = (resize(dataset[index][0]).float() / 255 - 0.5) / 0.25
+            masks = masked_task().eval_batch(image[None], torch.zeros(1), torch.tensor([index])).inputs[1]
+            with torch.no_grad():
+                predicted = model(image[None], masks)[0]
+            wanted = patchify(image[None], (8, 8))[0]
+            hidden = masks.flatten()
+            error += float((predicted - wanted)[hidden].double().square().sum())
+            reference += float(wanted[hidden].double().square().sum())
+            count += int(hidden.sum()) * 192
+        assert row["r2"] == pytest.approx(1 - error / reference, rel=1e-4)
+        assert row["mse"] == pytest.approx(error / count, rel=1e-5)
+        assert row["images"] == 11
+        assert row["per_class"] is None
+        assert "top1" not in row
+        figures.add((row["size"], row["mse"]))
+    assert len([size for size, _ in figures if size == "32"]) == 1
+    assert len([size for size, _ in figures if size == "48x64"]) == 3
+
+
+def test_all_methods_and_all_runs_are_judged_by_the_same_masks() -> None:
+    """Other encodings, batches, weights and training seeds change nothing about which patches are hidden."""
+    seen: dict[tuple, set[bytes]] = {}
+    for position, batch_size, seed in (("rope-vit-axial", 4, 0), ("none", 11, 5), ("dinov3", 1, 7)):
+        model = Watched(tiny_model(position, num_classes=0))
+        torch.manual_seed(seed)
+        swept(model, Pictures(), task=masked_task(), batch_size=batch_size, seed=seed, sizes=[(32, 32), (48, 32)])
+        for size in ((32, 32), (48, 32)):
+            asked = [(masks, extension) for masks, extension, shape in model.seen if shape[2:] == size]
+            # The first batch is seen once more, before time is taken.
+            del asked[0]
+            for method in {None if extension is None else extension[0] for _, extension in asked}:
+                masks = torch.cat([m for m, extension in asked if (extension and extension[0]) == method])
+                assert len(masks) == 11
+                assert len(masks.flatten(1).unique(dim=0)) == 11
+                seen.setdefault((size, method), set()).add(masks.numpy().tobytes())
+    assert {method for _, method in seen} == {None, "interpolate", "ntk", "yarn"}
+    for size in ((32, 32), (48, 32)):
+        everything = set().union(*(masks for (own, _), masks in seen.items() if own == size))
+        assert len(everything) == 1
+
+
+def test_masked_rows_with_a_reason_have_no_figures_and_files_no_classes(tmp_path: Path) -> None:
+    rows = swept(masked_model("visible", "none"), Pictures(), task=masked_task(), methods=["ntk"])
+    assert [row["reason"] is None for row in rows] == [True, False] * 3
+    assert [row["r2"] is None for row in rows] == [False, True] * 3
+    table = format_table(rows)
+    assert table.splitlines()[-7].split() == ["size", "method", "crop_pct", "R2", "MSE", "images/s", "MB"]
+    paths = write_results(rows, tmp_path)
+    assert [path.name for path in paths] == ["evaluation.csv", "evaluation.json", "evaluation.png"]
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in paths}
+    with paths[0].open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [line["r2"] for line in read] == ["" if row["r2"] is None else str(row["r2"]) for row in rows]
+    assert json.loads(paths[1].read_text()) == rows
+
+
+def test_images_of_the_mean_colour_have_no_r2_but_an_error() -> None:
+    class Grey(Pictures):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            return torch.full((3, 40, 40), 51, dtype=torch.uint8), 0
+
+    model = MaskedModel(tiny_model(num_classes=0))
+    row = swept(model, Grey(), task=masked_task(), methods=[], sizes=[(32, 32)], mean=(0.2, 0.2, 0.2))[0]
+    assert (row["r2"], row["mse"]) == (None, 0)
+
+
+def make_masked_run(folder: Path, **changes: object) -> TrainConfig:
+    """A run of masked prediction on 12 pictures without labels, of which 6 are validated by."""
+    for index in range(12):
+        path = folder / "pictures" / f"{index}.png"
+        path.parent.mkdir(exist_ok=True)
+        noise = torch.randint(256, (40, 50, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(index))
+        Image.fromarray(noise.numpy()).save(path)
+    config = TrainConfig(
+        task="masked",
+        model=ModelConfig(
+            "vit_tiny_patch16_224", "rope-vit-axial", options={k: v for k, v in TINY.items() if k != "img_size"}
+        ),
+        data=DataConfig(source=f"images:{folder / 'pictures'}", size=32, val_fraction=0.5, split_seed=2),
+        masked=MaskedConfig(**{"encoder": "visible", "block": 2, **changes}),  # type: ignore[arg-type]
+        evaluation=EvaluationConfig(sizes=["32", "32x48"], extend=["ntk"], max_images=4),
+    )
+    torch.manual_seed(0)
+    model = build_model(config, 1)
+    nn.init.normal_(model.head.weight, std=0.1)  # type: ignore[union-attr, arg-type]
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text(to_yaml(config))
+    save_weights(folder / "run" / "best.safetensors", model.state_dict(), {"classes": ["image"]})
+    return config
+
+
+def test_a_masked_run_is_evaluated_with_pictures_and_so_many_images(tmp_path: Path) -> None:
+    make_masked_run(tmp_path)
+    options: dict = {"num_workers": 0, "device": "cpu", "progress": False}
+    rows, paths = evaluate(tmp_path / "run", **options)
+    names = ["evaluation.csv", "evaluation.json", "evaluation.png", "reconstruction-32.png", "reconstruction-32x48.png"]
+    assert [path.name for path in paths] == names
+    assert {path.parent for path in paths} == {tmp_path / "run" / "evaluation"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[2:])
+    assert [(row["size"], row["method"], row["images"]) for row in rows] == [
+        (size, method, 4) for size in ("32", "32x48") for method in ("none", "ntk")
+    ]
+    assert {row["masked"] for row in rows} == {"0.5 of the patches, block 2, target pixels"}
+    assert "0.5 of the patches, block 2, target pixels" in format_table(rows)
+
+    again, _ = evaluate(tmp_path / "run", **options, batch_size=1, sizes="32", output=tmp_path / "again")
+    assert [row["r2"] for row in again] == pytest.approx([row["r2"] for row in rows[:2]], rel=1e-5)
+    all_of_them, _ = evaluate(tmp_path / "run", **options, max_images=100, sizes="32", output=tmp_path / "more")
+    assert [row["images"] for row in all_of_them] == [6, 6]
+    assert all_of_them[0]["r2"] != pytest.approx(rows[0]["r2"], rel=1e-5)
+    with pytest.raises(ValueError, match="max_images is 0, but it must be at least 1"):
+        evaluate(tmp_path / "run", **options, max_images=0)
+
+
+def test_a_masked_run_takes_data_of_any_classes(tmp_path: Path) -> None:
+    make_masked_run(tmp_path)
+    for label in ("a", "b"):
+        (tmp_path / "other" / label).mkdir(parents=True)
+        for index in range(4):
+            shutil.copy(tmp_path / "pictures" / f"{index}.png", tmp_path / "other" / label)
+    rows, _ = evaluate(
+        tmp_path / "run", data=f"folder:{tmp_path / 'other'}", sizes="32", num_workers=0, device="cpu", progress=False
+    )
+    assert rows[0]["images"] == 2
+    assert rows[0]["r2"] is not None
+
+
+def test_a_picture_shows_each_method_on_the_first_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_masked_run(tmp_path, block=1)
+    drawn: dict[str, dict[str, Tensor]] = {}
+    monkeypatch.setattr(plots, "plot_images", lambda lines, path: drawn.update({Path(path).stem: dict(lines)}))
+    evaluate(tmp_path / "run", num_workers=0, device="cpu", progress=False, batch_size=3)
+    assert list(drawn) == ["reconstruction-32", "reconstruction-32x48"]
+    lines = drawn["reconstruction-32x48"]
+    assert list(lines) == ["image", "visible", "none", "ntk"]
+    assert {line.shape for line in lines.values()} == {(3, 3, 32, 48)}
+    for index, place in enumerate(range(3)):
+        generator = torch.Generator().manual_seed(derive_seed(config.data.split_seed, place))
+        hidden = draw_masks(1, (4, 6), ratio=0.5, generator=generator)[0]
+        hidden = hidden.repeat_interleave(8, 0).repeat_interleave(8, 1).expand(3, -1, -1)
+        for name in ("visible", "none", "ntk"):
+            assert torch.equal(lines[name][index][~hidden], lines["image"][index][~hidden])
+            assert not torch.allclose(lines[name][index][hidden], lines["image"][index][hidden], atol=0.05)
+    assert not torch.equal(lines["none"], lines["ntk"])
+    # At the training size no method changes anything.
+    assert torch.equal(drawn["reconstruction-32"]["none"], drawn["reconstruction-32"]["ntk"])
+
+
+def test_max_images_of_a_timm_model(imagenette: Path, tmp_path: Path) -> None:
+    rows, _ = evaluate(
+        "vit_tiny_patch16_224",
+        data=f"folder:{imagenette}",
+        sizes="32",
+        max_images=14,
+        model_options=TINY,
+        output=tmp_path,
+        num_workers=0,
+        device="cpu",
+        progress=False,
+    )
+    assert rows[0]["images"] == 14
+    # Evenly spread: two of each of the seven classes, so that each has a share of 0, 1/2 or 1.
+    assert set(rows[0]["per_class"].values()) <= {0.0, 0.5, 1.0}
