@@ -8,9 +8,11 @@ import pickle
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.testing import assert_close
 
 import vision_rope
 from vision_rope import checkpoint
@@ -265,3 +267,47 @@ def test_first_weights_from_a_file_renew_another_classifier_only(tmp_path, confi
     )
     with pytest.raises(ValueError, match="does not fit the model"):
         load_start(other, path)
+
+
+@pytest.mark.parametrize("class_token", [False, True])
+def test_a_learned_embedding_of_another_size_is_resampled(tmp_path: Path, class_token: bool) -> None:
+    """Against timm, which resamples the same embedding when it makes a model of the other size."""
+    pool = "token" if class_token else "avg"
+    options = (
+        f"{{patch_size: 8, embed_dim: 12, depth: 1, num_heads: 3, class_token: {class_token}, global_pool: {pool}}}"
+    )
+    words = ["--model.options", options, "--model.position", "learned"]
+    small = load_config([*words, "--data.size", "16x32"])
+    large = load_config([*words, "--data.size", "32x24"])
+    trained, model = build_model(small, 3), build_model(large, 3)
+    path = tmp_path / "start.safetensors"
+    save_weights(path, trained.state_dict(), {"config": to_yaml(small)})
+    assert load_start(model, path) == []
+    peer = timm.create_model(
+        "vit_small_patch16_224", **small.model.options, img_size=(16, 32), num_classes=3, dynamic_img_size=True
+    )
+    peer.load_state_dict(trained.state_dict())
+    peer.set_input_size(img_size=(32, 24))
+    assert_close(model.pos_embed, peer.pos_embed)
+    # Without the metadata nobody knows the grid that it was trained for.
+    save_weights(path, trained.state_dict(), {})
+    with pytest.raises(ValueError, match="shapes differ: pos_embed"):
+        load_start(build_model(large, 3), path)
+
+
+def test_a_masked_encoder_starts_a_classifier(tmp_path: Path) -> None:
+    options = "{patch_size: 8, embed_dim: 24, depth: 1, num_heads: 3, class_token: false, global_pool: avg}"
+    words = ["--model.options", options, "--data.size", "16"]
+    masked_words = [*words, "--task", "masked", "--masked.encoder", "visible"]
+    trained = build_model(load_config(masked_words), 0)
+    path = tmp_path / "start.safetensors"
+    save_weights(path, trained.state_dict(), {})
+    model = build_model(load_config(words), 5)
+    fresh = {name: model.state_dict()[name].clone() for name in ("head.weight", "head.bias")}
+    assert load_start(model, path) == ["head.bias", "head.weight"]
+    for name, value in model.state_dict().items():
+        assert_close(value, fresh[name] if name in fresh else trained.state_dict()[f"encoder.{name}"], atol=0, rtol=0)
+    # The other way round there is nothing to take.
+    save_weights(path, model.state_dict(), {})
+    with pytest.raises(ValueError, match="it lacks mask_token"):
+        load_start(build_model(load_config(masked_words), 0), path)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_rope.config import TrainConfig, load_yaml
+from vision_rope.config import TrainConfig, from_yaml, load_yaml
 
 # torch.compile and DDP put these before the names of the parameters.
 WRAPPER_PREFIXES = ("_orig_mod.", "module.")
@@ -164,26 +164,47 @@ def load_strictly(model: nn.Module, state: Mapping[str, Tensor], source: str | P
 def load_start(model: nn.Module, path: str | Path) -> list[str]:
     """Load first weights for a new training; a classifier for other classes keeps its fresh weights.
 
-    The weights may be those of masked prediction, of which a classifier takes the encoder.
+    The weights may be those of masked prediction, of which a classifier takes the encoder. A learned absolute
+    embedding that a run of this package trained at another size is resampled.
 
     Returns the names that were not loaded.
     """
-    state, _ = load_weights(path)
+    state, metadata = load_weights(path)
     state = plain_names(state)
     own = model.state_dict()
+    is_masked = MASK_TOKEN in state
+    if is_masked and MASK_TOKEN not in own:
+        state = {name.removeprefix("encoder."): state[name] for name in state if name.startswith("encoder.")}
+    state = _fit_absolute(model, state, metadata)
     if not hasattr(model, "get_classifier"):
         load_strictly(model, state, path)
         return []
-    if MASK_TOKEN in state and MASK_TOKEN not in own:
-        state = {name.removeprefix("encoder."): state[name] for name in state if name.startswith("encoder.")}
-        fresh = [name for name in own if name not in state and name.startswith(("head.", "head_dist."))]
-        load_strictly(model, {**state, **{name: own[name] for name in fresh}}, path)
-        return sorted(fresh)
-    head = model.get_classifier()  # type: ignore[operator]
-    names = {f"{name}.{leaf}" for name, part in model.named_modules() if part is head for leaf in ("weight", "bias")}
-    fresh = [name for name in names if name in own and name in state and state[name].shape != own[name].shape]
+    found = model.get_classifier()  # type: ignore[operator]
+    # Distilled models have two.
+    heads = {id(head) for head in (found if isinstance(found, tuple) else (found,))}
+    names = [
+        f"{name}.{leaf}" for name, part in model.named_modules() if id(part) in heads for leaf in ("weight", "bias")
+    ]
+    # A masked encoder comes without a classifier.
+    fresh = [name for name in names if name in own and (is_masked or _differs(state, own, name))]
     load_strictly(model, {**state, **{name: own[name] for name in fresh}}, path)
     return sorted(fresh)
+
+
+def _differs(state: Mapping[str, Tensor], own: Mapping[str, Tensor], name: str) -> bool:
+    return name in state and state[name].shape != own[name].shape
+
+
+def _fit_absolute(model: Any, state: dict[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
+    """Resample a learned absolute embedding whose training size the metadata tell."""
+    own = model.state_dict()
+    if "config" not in metadata or not _differs(state, own, "pos_embed"):
+        return state
+    size = from_yaml(metadata["config"]).data.size
+    height, width = (size, size) if isinstance(size, int) else size
+    patch = model.patch_embed.patch_size
+    grid = (height // patch[0], width // patch[1])
+    return {**state, "pos_embed": model.fit_absolute(state["pos_embed"], grid)}
 
 
 def load_run(folder: str | Path, *, weights: str = "best", device: str | torch.device = "cpu") -> LoadedRun:

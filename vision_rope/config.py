@@ -351,6 +351,11 @@ def load_yaml(path: str | Path) -> TrainConfig:
     return flags.build(TrainConfig, flags.read_yaml(Path(path)))
 
 
+def from_yaml(text: str) -> TrainConfig:
+    """Read what `to_yaml` wrote."""
+    return flags.build(TrainConfig, flags.parse_yaml(text))
+
+
 def to_yaml(config: TrainConfig) -> str:
     """Write every key of a configuration as YAML that `load_yaml` reads back to an equal one."""
     return flags.to_yaml(config)

@@ -78,7 +78,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"--config {path}: there is no such file")
     try:
-        values = _parse_yaml(path.read_text(encoding="utf-8"))
+        values = parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if values is None:
@@ -132,7 +132,7 @@ def help_text(kind: type, command: str) -> str:
     return "\n".join(lines)
 
 
-def _parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """Parse YAML by jsonargparse's rules, under which 1e-3 is a number (plain PyYAML makes it a word)."""
     from jsonargparse import get_loader
 
@@ -168,7 +168,7 @@ def _parse_option(key: str, text: str) -> Any:
     import yaml
 
     try:
-        return _parse_yaml(text)
+        return parse_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(f"--{key} {text}: not valid YAML: {' '.join(str(error).split())}") from None
 

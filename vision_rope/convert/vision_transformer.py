@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from timm.layers import Attention, Format, PatchDropout, PatchDropoutWithIndices, PatchEmbed
+from timm.layers import Attention, Format, PatchDropout, PatchDropoutWithIndices, PatchEmbed, resample_abs_pos_embed
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from timm.models.deit import VisionTransformerDistilled
@@ -164,6 +164,22 @@ class PositionedModel(nn.Module):
         # A grid that needs extension, so that options are checked now and not in the first forward pass that needs it.
         self.position.extension_for(method, train_size=grid, size=[2 * length for length in grid], **knobs)
         self.extension = (method, grid, knobs)
+
+    def fit_absolute(self, embedding: Tensor, grid: tuple[int, int]) -> Tensor:
+        """An absolute embedding of this model's kind, trained on another grid (rows, columns), resampled to its own.
+
+        Shapes: (1, prefix + rows * columns, dim) -> that of this model's pos_embed
+        Raises: ValueError where the embedding is not one of that grid.
+        """
+        assert self.pos_embed is not None, "there is an embedding to be fitted to"
+        own = tuple(self.patch_embed.grid_size)
+        prefix = self.pos_embed.shape[1] - own[0] * own[1]
+        if embedding.shape[1] != prefix + grid[0] * grid[1] or embedding.shape[2] != self.pos_embed.shape[2]:
+            raise ValueError(
+                f"embedding has shape {tuple(embedding.shape)}, but a grid of {grid[0]} x {grid[1]} needs "
+                f"{(1, prefix + grid[0] * grid[1], self.pos_embed.shape[2])}"
+            )
+        return resample_abs_pos_embed(embedding, list(own), list(grid), num_prefix_tokens=prefix)
 
     def _place(self, patches: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Sequence[Rotation | None]]:
         """Patches -> tokens with prefix and absolute embedding, and the rotation of each block."""
