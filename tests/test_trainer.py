@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -495,7 +496,7 @@ def test_every_configuration_builds_its_model_optimizer_and_schedule(path):
     create_schedule(optimizer, config.schedule, lr=config.optimizer.lr, updates_per_epoch=7)
     create_loss(config.loss.name, config.loss.label_smoothing, 10)
     size = config.data.size
-    assert model.train_grid == (size // model.patch_embed.patch_size[0],) * 2
+    assert getattr(model, "encoder", model).train_grid == (size // model.patch_embed.patch_size[0],) * 2
 
 
 def test_a_class_missing_from_validation_leaves_the_best_weights_to_top1(pictures, tmp_path):
@@ -526,3 +527,250 @@ def test_weights_that_are_not_finite_do_not_replace_the_last_state(configure, tm
     assert checkpoint.load_state(tmp_path / "run" / "last" / "state.pt")["epoch"] == 1
     weights, _ = checkpoint.load_weights(tmp_path / "run" / "last" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+# ---- masked prediction
+
+
+@pytest.fixture(scope="session")
+def album(tmp_path_factory) -> Path:
+    """27 smooth pictures without labels, of two colours each that turn into another: 20 to train on, 7 to validate."""
+    folder = tmp_path_factory.mktemp("album")
+    generator = torch.Generator().manual_seed(0)
+    slope = torch.linspace(0, 1, 20)[:, None]
+    for index in range(27):
+        one, other = torch.rand(2, 3, generator=generator) * 255
+        line = one * slope + other * (1 - slope)
+        picture = line[None].expand(20, 20, 3) if index % 2 else line[:, None].expand(20, 20, 3)
+        Image.fromarray(picture.byte().contiguous().numpy()).save(folder / f"{index:02}.png")
+    return folder
+
+
+@pytest.fixture
+def mask(album, configure):
+    """Makes a configuration of masked prediction from more flags."""
+
+    def build(*more: str, output: str = "run", encoder: str = "all") -> TrainConfig:
+        own = ["--task", "masked", "--masked.encoder", encoder, "--data.source", f"images:{album}"]
+        return configure(*own, "--model.options.patch_size", "4", *more, output=output)
+
+    return build
+
+
+MASKED_RANDOM = [
+    *("--ema_decay", "0.9", "--augment.erasing", "0.5", "--data.train_sizes", "16,16,12x20,20"),
+    *("--optimizer.accumulate", "2", "--model.position", "rope-vit-mixed", "--masked.target", "patch-normalized"),
+    *("--model.options.drop_path_rate", "0.3", "--model.options.proj_drop_rate", "0.3"),
+    *("--batch_size", "6", "--schedule.epochs", "2"),
+]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("encoder", ["all", "visible"])
+def test_a_masked_run_learns_draws_and_sweeps(mask, tmp_path, capsys, encoder):
+    more = ["--schedule.epochs", "10", "--optimizer.lr", "1e-2", "--batch_size", "5", "--evaluation.every", "2"]
+    sizes = ["--evaluation.sizes", "16,24x32", "--evaluation.extend", "none,yarn", "--evaluation.max_images", "6"]
+    result = train(mask(*more, *sizes, encoder=encoder))
+    folder = tmp_path / "run"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows if "val_r2" in row] == [2, 4, 6, 8, 10]
+    assert not [key for row in rows for key in row if "top1" in key or "per_class" in key]
+    assert {row["val_images"] for row in rows[1::2]} == {6}
+    assert result.best["val_r2"] > max(0.05, rows[1]["val_r2"] + 0.2)
+    assert result.best["val_mse"] == min(row["val_mse"] for row in rows[1::2])
+    assert sorted(path.name for path in (folder / "reconstructions").iterdir()) == [
+        f"epoch-{epoch:04}.png" for epoch in (2, 4, 6, 8, 10)
+    ]
+    printed = capsys.readouterr().out
+    assert "50% of the patches hidden, 16 px" in printed
+    assert "val r2 " in printed
+    assert "accuracy" not in printed
+    assert result.figure == folder / "evaluation" / "evaluation.png"
+    assert {path.name for path in (folder / "evaluation").iterdir()} == {
+        *("evaluation.csv", "evaluation.json", "evaluation.png", "reconstruction-16.png", "reconstruction-24x32.png")
+    }
+    sweep = json.loads((folder / "evaluation" / "evaluation.json").read_text())
+    assert [(row["size"], row["method"]) for row in sweep] == [
+        (size, method) for size in ("16", "24x32") for method in ("none", "yarn")
+    ]
+    assert sweep[0]["r2"] == pytest.approx(result.best["val_r2"], rel=1e-5), "the same weights, images and masks"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("encoder", "kill_at"), [("all", 3), ("visible", 2)])
+def test_a_masked_run_killed_and_resumed_equals_the_unbroken_one(mask, tmp_path, monkeypatch, encoder, kill_at):
+    """Failure class 21, bit for bit: masks and random sizes too. An epoch has 3 batches and 2 updates."""
+    train(mask(*MASKED_RANDOM, encoder=encoder, output="unbroken"))
+    update, count = Trainer._update, 0
+
+    def stop(self: Trainer) -> None:
+        nonlocal count
+        if count == kill_at:
+            raise Killed
+        count += 1
+        update(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_update", stop)
+        with pytest.raises(Killed):
+            train(mask(*MASKED_RANDOM, encoder=encoder))
+    torch.manual_seed(1234)
+    train(load_config(["--run.resume", "--run.output", str(tmp_path / "run")]))
+    assert_same_run(tmp_path / "run", tmp_path / "unbroken")
+    again = {path.name for path in (tmp_path / "run" / "reconstructions").iterdir()}
+    assert again == {"epoch-0001.png", "epoch-0002.png"}
+
+
+def watch(run: Trainer) -> list[tuple[torch.Tensor, ...]]:
+    """Inputs of the model in training."""
+    seen: list[tuple[torch.Tensor, ...]] = []
+    run.model.register_forward_pre_hook(
+        lambda module, inputs: seen.append(tuple(part.clone() for part in inputs)) if module.training else None
+    )
+    return seen
+
+
+@pytest.mark.parametrize("task", ["masked", "classification"])
+def test_every_batch_has_a_random_one_of_the_training_sizes(mask, configure, task):
+    """Against the same images at the largest size, which are what the smaller ones are made from."""
+    build = mask if task == "masked" else configure
+    short = ["--schedule.epochs", "3", "--batch_size", "2", "--schedule.warmup_epochs", "0"]
+    short += ["--evaluation.every", "3", "--model.options.depth", "1"]
+    one = Trainer(build(*short, "--data.train_sizes", "24x32", output="one"))
+    many = Trainer(build(*short, "--data.train_sizes", "16,24x32,16,8x16", output="many"))
+    largest, sized = watch(one), watch(many)
+    one.fit()
+    many.fit()
+    assert len(largest) == len(sized) == 3 * len(one.train_loader)
+    sizes = Counter(tuple(inputs[0].shape[2:]) for inputs in sized)
+    assert sizes.keys() == {(16, 16), (24, 32), (8, 16)}
+    assert {tuple(inputs[0].shape[2:]) for inputs in largest} == {(24, 32)}
+    # Half of the list is 16: 5 standard errors.
+    assert abs(sizes[16, 16] / len(sized) - 0.5) < 5 * math.sqrt(0.25 / len(sized))
+    for whole, small in zip(largest, sized, strict=True):
+        expected = nn.functional.interpolate(
+            whole[0], small[0].shape[2:], mode="bicubic", antialias=True, align_corners=False
+        )
+        torch.testing.assert_close(small[0], whole[0] if small[0].shape == whole[0].shape else expected)
+        if task == "masked":
+            patch = many.model.patch_embed.patch_size[0]
+            assert small[1].shape[1:] == (small[0].shape[2] // patch, small[0].shape[3] // patch)
+    assert many.model.patch_embed.img_size == (16, 16), "data.size is what the model is built for"
+
+
+def test_training_masks_are_new_in_every_step_and_epoch(mask):
+    run = Trainer(mask("--batch_size", "4", "--schedule.epochs", "2", "--evaluation.every", "2"))
+    seen = watch(run)
+    run.fit()
+    masks = torch.stack([masks for _, masks in seen])
+    assert masks.shape == (2 * 5, 4, 4, 4)
+    assert masks.flatten(2).sum(2).unique().tolist() == [8]
+    assert len(masks.flatten(1).unique(dim=0)) == 10
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("encoder", ["all", "visible"])
+def test_a_classifier_starts_from_the_encoder_of_a_masked_run(mask, configure, tmp_path, encoder):
+    train(mask("--schedule.epochs", "1", "--schedule.warmup_epochs", "0", encoder=encoder, output="masked"))
+    path = tmp_path / "masked" / "best.safetensors"
+    start = ["--model.checkpoint", str(path), "--model.options.patch_size", "4"]
+    fresh = Trainer(configure("--model.options.patch_size", "4", output="fresh")).model.state_dict()
+    run = Trainer(configure(*start))
+    trained, _ = checkpoint.load_weights(path)
+    for name, weight in run.model.state_dict().items():
+        expected = fresh[name] if name.startswith("head.") else trained[f"encoder.{name}"]
+        torch.testing.assert_close(weight, expected, rtol=0, atol=0)
+    assert any(not torch.equal(fresh[name], weight) for name, weight in run.model.state_dict().items())
+    assert math.isfinite(run.fit().best["val_nll"])
+    # A masked run goes on from another one, decoder and all, but not from a classifier.
+    again = Trainer(mask("--model.checkpoint", str(path), encoder=encoder, output="again"))
+    torch.testing.assert_close(again.model.state_dict(), trained, rtol=0, atol=0)
+    classifier = ["--model.checkpoint", str(tmp_path / "run" / "best.safetensors")]
+    with pytest.raises(ValueError, match=r"does not fit the model: it lacks mask_token"):
+        Trainer(mask(*classifier, encoder=encoder, output="wrong"))
+
+
+def test_a_distilled_model_of_two_classifiers_starts_from_a_masked_one(tmp_path):
+    """The names may carry the prefixes of DDP and torch.compile."""
+    options = "{patch_size: 8, embed_dim: 16, depth: 1, num_heads: 2}"
+    own = ["--model.name", "deit_tiny_distilled_patch16_224", "--model.options", options, "--data.size", "16"]
+    masked = checkpoint.build_model(load_config([*own, "--task", "masked"]), 1)
+    state = {f"module._orig_mod.{name}": weight for name, weight in masked.state_dict().items()}
+    checkpoint.save_weights(tmp_path / "a.safetensors", state, {})
+    model = checkpoint.build_model(load_config(own), 3)
+    fresh = checkpoint.load_start(model, tmp_path / "a.safetensors")
+    assert fresh == ["head.bias", "head.weight", "head_dist.bias", "head_dist.weight"]
+    for name, weight in masked.encoder.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=0)
+    other = checkpoint.build_model(load_config([*own, "--model.options.depth", "2"]), 3)
+    with pytest.raises(ValueError, match=r"does not fit the model: it lacks blocks\.1"):
+        checkpoint.load_start(other, tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--data.size 4", r"grid is 1 x 1, but at least one patch must be masked"),
+        ("--evaluation.sizes 4,16", r"grid is 1 x 1"),
+        ("--data.train_sizes 4,16", r"grid is 1 x 1"),
+        ("--masked.block 4", r"a grid of 4 x 4 patches is one such square"),
+        ("--masked.block 2 --evaluation.sizes 16,8", r"a grid of 2 x 2 patches is one such square"),
+        ("--data.train_sizes 16,18", r"size 18 is not divisible by the patch size 4"),
+        ("--data.train_sizes 16,big", r"size is 'big'"),
+        ("--model.options.patch_drop_rate 0.3", r"drops patches by itself"),
+        ("--masked.encoder visible --masked.decoder_dim 18", r"the decoder of dim 18 and 2 heads cannot be built"),
+        ("--loss.label_smoothing 0.1", r"would have no effect with task masked"),
+        ("--task classification", r"num_classes is 1, but classification tells at least 2 classes apart"),
+    ],
+)
+def test_masked_runs_that_cannot_work_are_refused_before_anything_is_written(mask, tmp_path, flags, message):
+    """Failure classes 16, 17 and 19."""
+    with pytest.raises(ValueError, match=message):
+        Trainer(mask(*flags.split()))
+    assert not (tmp_path / "run").exists()
+
+
+def test_predictions_that_are_not_finite_stop_the_run(mask, tmp_path):
+    """Failure class 23: the loss looks at hidden patches, the weights at the end of an epoch; validation at all."""
+    run = Trainer(mask())
+    run.folder.prepare(0)
+    with torch.no_grad():
+        run.model.head.bias.fill_(math.nan)
+    with pytest.raises(TrainingDiverged, match=r"validation after epoch 1 failed: predictions are not finite"):
+        run._validate(0)
+
+
+def test_flat_pictures_without_r2_leave_a_best_epoch(mask, tmp_path):
+    for index in range(10):
+        path = tmp_path / "flat" / f"{index}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (20, 20), (20 * index, 100, 50)).save(path)
+    own = ["--data.source", f"images:{tmp_path / 'flat'}", "--masked.target", "patch-normalized", "--batch_size", "4"]
+    result = train(mask(*own, "--schedule.epochs", "2", "--schedule.warmup_epochs", "0"))
+    assert result.best["val_mse"] == min(row["val_mse"] for row in result.rows)
+    assert checkpoint.load_run(tmp_path / "run").classes == ["image"]
+
+
+def test_the_progress_bar_of_a_masked_run_shows_no_accuracy(mask, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress, "TERMINAL_SECONDS", 0.0)
+    train(mask("--run.progress", "true", "--schedule.epochs", "1", "--schedule.warmup_epochs", "0"))
+    bar = capsys.readouterr().err
+    assert "loss " in bar
+    assert "accuracy" not in bar
+
+
+@pytest.mark.integration
+def test_a_masked_run_saves_memory_and_compiles_both_parts(mask, tmp_path, monkeypatch):
+    """Failure class 30; with a backend that needs no compiler."""
+    original = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: original(self, backend="eager"))
+    short = ["--schedule.epochs", "1", "--schedule.warmup_epochs", "0", "--model.options.depth", "1"]
+    run = Trainer(
+        mask(*short, "--run.compile", "--run.grad_checkpointing", "--run.precision", "bf16", encoder="visible")
+    )
+    assert run.model.encoder.grad_checkpointing
+    assert run.model.decoder.grad_checkpointing
+    assert math.isfinite(run.fit().best["val_mse"])
+    state, _ = checkpoint.load_weights(tmp_path / "run" / "best.safetensors")
+    assert set(state) == set(checkpoint.load_run(tmp_path / "run").model.state_dict())
