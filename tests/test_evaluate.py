@@ -21,12 +21,13 @@ from vision_rope.checkpoint import build_model, save_weights
 from vision_rope.config import DataConfig, EvaluationConfig, MaskedConfig, ModelConfig, TrainConfig, to_yaml
 from vision_rope.data import create_loader, eval_transform, open_dataset
 from vision_rope.data.randomness import derive_seed
-from vision_rope.evaluate import check_sizes, evaluate, parse_size, parse_sizes, sweep
+from vision_rope.evaluate import evaluate, sweep
 from vision_rope.masked_model import MaskedModel, create_decoder
 from vision_rope.masking import draw_masks, patchify
 from vision_rope.measure import measure
 from vision_rope.metrics import ClassificationMetrics
 from vision_rope.results import format_table, write_results
+from vision_rope.sizes import check_sizes, parse_size, parse_sizes
 from vision_rope.tasks import Classification, MaskedPrediction
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}

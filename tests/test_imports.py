@@ -33,6 +33,7 @@ ORDER = [
     "video",
     "flags",
     "config",
+    "sizes",
     "data",
     "losses",
     "metrics",

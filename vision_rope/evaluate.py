@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,59 +17,19 @@ from vision_rope.config import DataConfig, load_yaml
 from vision_rope.data import create_loader, eval_transform
 from vision_rope.measure import Meter, measure
 from vision_rope.parallel import distributed
-from vision_rope.results import Row, format_size, format_table, write_results
+from vision_rope.results import Row, format_table, write_results
+from vision_rope.sizes import Size, check_sizes, format_size, parse_sizes
 from vision_rope.suggestion import did_you_mean
 from vision_rope.targets import open_run, open_timm
 from vision_rope.tasks import Classification, Task
 
 __all__ = [
-    "check_sizes",
     "evaluate",
     "format_table",
     "measure",
-    "parse_size",
-    "parse_sizes",
     "sweep",
     "write_results",
 ]
-
-Size = tuple[int, int]
-
-
-def parse_size(text: str) -> Size:
-    """Read "192x256" (rows x columns) or "224" as (h, w) in pixels.
-
-    Raises: ValueError where the text is neither.
-    """
-    match = re.fullmatch(r"\s*(\d+)(?:\s*x\s*(\d+))?\s*", text)
-    if match is None or not int(match[1]) or not int(match[2] or 1):
-        raise ValueError(f"size is {text!r}, but it must be one number (224) or rows x columns (192x256), in pixels")
-    return int(match[1]), int(match[2] or match[1])
-
-
-def parse_sizes(text: str | Iterable[str]) -> list[Size]:
-    """Read sizes divided by commas, "64,96,192x256", or a list of them; each counts once."""
-    words = text.split(",") if isinstance(text, str) else list(text)
-    if not words:
-        raise ValueError("sizes is empty; give at least one, for instance 224 or 192x256")
-    return list(dict.fromkeys(parse_size(word) for word in words))
-
-
-def check_sizes(sizes: Sequence[Size], patch_size: Size) -> None:
-    """Refuse sizes that the patch does not divide.
-
-    Raises: ValueError naming the size and the nearest ones that it divides.
-    """
-    for size in sizes:
-        if all(length % patch == 0 for length, patch in zip(size, patch_size, strict=True)):
-            continue
-        below = [length // patch * patch for length, patch in zip(size, patch_size, strict=True)]
-        above = [-(-length // patch) * patch for length, patch in zip(size, patch_size, strict=True)]
-        nearest = [format_size((h, w)) for h, w in (below, above) if h and w]
-        raise ValueError(
-            f"size {format_size(size)} is not divisible by the patch size {format_size(patch_size)}; "
-            f"the nearest valid sizes are {' and '.join(nearest)}"
-        )
 
 
 def check_methods(methods: Sequence[str]) -> list[str]:

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from vision_rope import checkpoint
-from vision_rope.config import DataConfig, TrainConfig
+from vision_rope.config import TrainConfig
 from vision_rope.masking import draw_masks
 from vision_rope.parallel import Distributed
+from vision_rope.sizes import check_sizes, largest_size, parse_sizes, training_sizes
 
 if TYPE_CHECKING:
     from vision_rope.data import DeviceLoader
@@ -86,22 +87,6 @@ def count_classes(config: TrainConfig) -> int:
     return len(open_split(config.data, "train").classes)
 
 
-def training_sizes(section: DataConfig) -> list[tuple[int, int]]:
-    """Sizes that training batches have, (height, width) in pixels; a size may come more than once."""
-    from vision_rope.evaluate import parse_size
-
-    if section.train_sizes:
-        return [parse_size(size) for size in section.train_sizes]
-    size = section.size
-    return [(size, size) if isinstance(size, int) else (size[0], size[1])]
-
-
-def largest_size(section: DataConfig) -> tuple[int, int]:
-    """The size that training images are loaded at, from which the batches' own sizes are made."""
-    sizes = training_sizes(section)
-    return max(height for height, _ in sizes), max(width for _, width in sizes)
-
-
 def build_start(config: TrainConfig, num_classes: int) -> nn.Module:
     """Create the model with its first weights: fresh, timm's, or those of `model.checkpoint`."""
     if config.model.checkpoint is None:
@@ -115,7 +100,7 @@ def build_start(config: TrainConfig, num_classes: int) -> nn.Module:
 
 def check_sweep(config: TrainConfig, model: nn.Module) -> None:
     """Refuse sizes that the patch does not divide or that cannot be masked, and unknown extension methods."""
-    from vision_rope.evaluate import check_methods, check_sizes, parse_sizes
+    from vision_rope.evaluate import check_methods
 
     height, width = tuple(model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
     size = config.data.size

@@ -19,11 +19,12 @@ from vision_rope.checkpoint import build_model, load_run
 from vision_rope.config import TrainConfig, load_yaml
 from vision_rope.data import ImageSource, create_loader, eval_transform
 from vision_rope.data.randomness import derive_seed, isolated_randomness
-from vision_rope.evaluate import Size, check_sizes, choose_data, parse_size
+from vision_rope.evaluate import choose_data
 from vision_rope.extension import check_name
 from vision_rope.metrics import ClassificationMetrics
 from vision_rope.parallel import choose_precision, distributed
-from vision_rope.results import METRICS, UNTRAINED, Row, format_size, write_csv
+from vision_rope.results import METRICS, UNTRAINED, Row, write_csv
+from vision_rope.sizes import Size, check_sizes, format_size, parse_size
 from vision_rope.suggestion import did_you_mean
 from vision_rope.targets import open_split
 

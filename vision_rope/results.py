@@ -25,11 +25,6 @@ METRICS = {
 }
 
 
-def format_size(size: tuple[int, int]) -> str:
-    """Write (224, 224) as "224" and (192, 256) as "192x256"."""
-    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
-
-
 def write_results(rows: Sequence[Row], folder: str | Path) -> list[Path]:
     """Write evaluation.csv, .json (null for what is missing) and .png, and per_class.csv where there are classes."""
     from vision_rope.plots import plot_evaluation

@@ -30,6 +30,7 @@ from vision_rope.config import StudyConfig, TrainConfig, changed_keys, check_con
 from vision_rope.encodings import ENCODINGS
 from vision_rope.results import Row
 from vision_rope.rope_presets import PRESETS, preset
+from vision_rope.sizes import parse_sizes, training_sizes
 from vision_rope.suggestion import did_you_mean
 
 CELLS = "cells"
@@ -331,9 +332,9 @@ def _references(config: StudyConfig, output: Path) -> dict[str, list[Row]]:
     if config.task != "masked":
         return {}
     from vision_rope.data import take_evenly
-    from vision_rope.evaluate import parse_sizes, sweep
+    from vision_rope.evaluate import sweep
     from vision_rope.parallel import choose_device
-    from vision_rope.preparation import build_start, training_sizes
+    from vision_rope.preparation import build_start
     from vision_rope.references import REFERENCES
     from vision_rope.targets import open_split
     from vision_rope.tasks import create_task

@@ -84,9 +84,11 @@ def format_study(
     known = [row for row in rows if row.get(metric) is not None]
     sizes = list(dict.fromkeys(row["size"] for row in sorted(known, key=lambda row: row["height"] * row["width"])))
     facts = next(iter(known), {})
+    # The largest size of a row that was trained at random ones.
+    trained = list(dict.fromkeys(str(row["train_size"]) for row in known))
     seeds = len({row["seed"] for row in known if row["seed"] is not None}) or 1
     lines = [
-        f"{METRICS[metric]} x 100 at image sizes in pixels (trained at {facts.get('train_size')}); "
+        f"{METRICS[metric]} x 100 at image sizes in pixels (trained at {' or '.join(trained)}); "
         + (f"mean (least to most) of {seeds} seeds; " if seeds > 1 else "one seed; ")
         + f"{facts.get('images')} images of {facts.get('data')}.",
         "",

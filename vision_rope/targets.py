@@ -16,6 +16,7 @@ from vision_rope.checkpoint import load_run, load_strictly, load_weights
 from vision_rope.config import DataConfig, TrainConfig
 from vision_rope.data import open_dataset, take_evenly
 from vision_rope.results import UNTRAINED
+from vision_rope.sizes import largest_size
 from vision_rope.tasks import Classification, Task, create_task
 
 
@@ -79,7 +80,8 @@ def open_run(
             "split_seed": data.split_seed,
             **_describe_task(run.config),
         },
-        train_size=(own.size, own.size) if isinstance(own.size, int) else (own.size[0], own.size[1]),
+        # What training has seen of an axis is what extension counts from.
+        train_size=largest_size(own),
         output=folder / "evaluation",
         sizes=settings.sizes,
         methods=settings.extend,

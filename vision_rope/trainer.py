@@ -24,9 +24,10 @@ from vision_rope.config import (
 )
 from vision_rope.optimization import create_optimizer, create_schedule
 from vision_rope.parallel import Distributed, choose_device, choose_precision, distributed
-from vision_rope.preparation import build_start, check_sweep, create_loaders, training_sizes
+from vision_rope.preparation import build_start, check_sweep, create_loaders
 from vision_rope.progress import show_progress
 from vision_rope.run_folder import Row, RunFolder, check_output, default_output
+from vision_rope.sizes import training_sizes
 from vision_rope.tasks import create_task
 
 # Steps between looks at whether the loss is finite, which wait for the device.
