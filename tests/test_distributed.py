@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 import vision_rope
 from vision_rope import checkpoint, rope
 from vision_rope.config import load_config
+from vision_rope.evaluate import evaluate
+from vision_rope.losses import masked_loss
+from vision_rope.masking import draw_masks
 from vision_rope.parallel import Distributed, choose_device, choose_precision, distributed, shard
 from vision_rope.trainer import Trainer, TrainingDiverged, train
 
@@ -138,6 +142,68 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all(cells, tmp_path):
     """Failure class 23."""
     run_two(_diverge, words(cells, tmp_path / "run"))
     assert checkpoint.load_state(tmp_path / "run" / "last" / "state.pt")["epoch"] == 1
+
+
+def _gradients_of_halves(world: Distributed, encoder: str) -> None:
+    """Each rank has half of the images and masks; the mean of both gradients is that of the whole batch."""
+    own = ["--task", "masked", "--masked.encoder", encoder, "--model.position", "rope-vit-mixed", "--data.size", "16"]
+    options = ["--model.options", "{patch_size: 4, embed_dim: 16, depth: 2, num_heads: 2, drop_path_rate: 0.0}"]
+    torch.manual_seed(0)
+    whole = checkpoint.build_model(load_config([*own, *options]), 1)
+    nn.init.normal_(whole.head.weight)
+    half = copy.deepcopy(whole)
+    parallel = world.wrap(half)
+    generator = torch.Generator().manual_seed(1)
+    for grid in ((4, 4), (3, 5)):  # another size in the second step
+        images = torch.randn(6, 3, 4 * grid[0], 4 * grid[1], generator=generator)
+        masks = draw_masks(6, grid, ratio=0.4, generator=generator)
+        masked_loss(whole(images, masks), images, masks, (4, 4), "pixels").backward()
+        part = slice(world.rank, None, 2)
+        masked_loss(parallel(images[part], masks[part]), images[part], masks[part], (4, 4), "pixels").backward()
+    for (name, parameter), mine in zip(whole.named_parameters(), half.parameters(), strict=True):
+        assert mine.grad is not None, name
+        torch.testing.assert_close(mine.grad, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def _train_masked(arguments: list[str], folder: str) -> None:
+    with distributed("cpu") as world:
+        for encoder in ("all", "visible"):
+            _gradients_of_halves(world, encoder)
+        run = Trainer(load_config(arguments), world)
+        seen: list[tuple[list[int], list[int]]] = []
+        run.model.register_forward_pre_hook(
+            lambda module, inputs: (
+                seen.append((list(inputs[0].shape), inputs[1].flatten().tolist())) if module.training else None
+            )
+        )
+        rows = run.fit().rows
+        weights = torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
+        torch.save((seen, rows, weights), Path(folder, f"{world.rank}.pt"))
+
+
+@pytest.mark.integration
+def test_two_processes_predict_masked_patches_together(cells, tmp_path):
+    """Failure classes 12 and 25: equal gradients, sizes, figures and weights on both; each image measured once."""
+    more = ["--task", "masked", "--masked.encoder", "visible", "--data.train_sizes", "32,24x40,16", "--schedule.epochs"]
+    run_two(_train_masked, words(cells, tmp_path / "run", *more, "2"), str(tmp_path))
+    (seen, rows, weights), (others, other_rows, other_weights) = (
+        torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)
+    )
+    assert len(seen) == 2 * 4
+    assert [shape for shape, _ in seen] == [shape for shape, _ in others], "all ranks have the same sizes"
+    assert len({tuple(shape) for shape, _ in seen}) > 1
+    assert {shape[0] for shape, _ in seen} == {6}
+    assert all(mine != theirs for (_, mine), (_, theirs) in zip(seen, others, strict=True)), "but their own masks"
+    torch.testing.assert_close(weights, other_weights, rtol=0, atol=0)
+    assert [row["val_images"] for row in rows] == [21, 21]
+    assert [row["val_r2"] for row in rows] == [row["val_r2"] for row in other_rows]
+
+    # The figures are those of one process with the same weights.
+    rows, _ = evaluate(
+        tmp_path / "run", weights="ema", sizes="32", extend="none", num_workers=0, device="cpu", progress=False
+    )
+    assert rows[0]["images"] == 21
+    assert rows[0]["r2"] == pytest.approx(other_rows[-1]["val_r2"], rel=1e-4)
 
 
 def _build() -> nn.Module:
