@@ -83,7 +83,7 @@ def plot_study(rows: Sequence[Mapping[str, Any]], metric: str, path: str | Path)
     figure = Figure(figsize=(3.1 * columns, 2.5 * lines + 0.8), dpi=130, layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     for panel, name in zip(axes.flat, names, strict=False):
-        for style, reference in zip((":", "--"), dict.fromkeys(row["row"] for row in references), strict=False):
+        for style, reference in zip((":", "-."), dict.fromkeys(row["row"] for row in references), strict=False):
             points = sorted((_side(row), 100 * row[metric]) for row in references if row["row"] == reference)
             panel.plot(*_columns(points), color="0.5", linestyle=style, linewidth=1.3, label=reference)
         for index, method in enumerate(methods):

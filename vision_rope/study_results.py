@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from vision_rope.checkpoint import write_whole
-from vision_rope.config import StudyConfig
 from vision_rope.results import METRICS, Row, write_csv
 
 # A difference counts as resolved where at least so many seeds agree on its sign and none disagrees.
@@ -19,17 +18,19 @@ def choose_metric(rows: Sequence[Row]) -> str:
     return next((name for name in ("r2", "auroc") if any(row.get(name) is not None for row in rows)), "top1")
 
 
-def write_study(rows: Sequence[Row], config: StudyConfig, seconds: Mapping[str, float], folder: Path) -> list[Path]:
-    """Write study.csv, pairs.csv, study.md and study.png; `seconds` are the CPU seconds of each row's trainings."""
+def write_study(rows: Sequence[Row], baseline: str | None, folder: Path) -> list[Path]:
+    """Write study.csv, pairs.csv, study.md and study.png."""
     from vision_rope.plots import plot_study
 
     files = [folder / name for name in ("study.csv", "pairs.csv", "study.md", "study.png")]
     columns = dict.fromkeys(key for row in rows for key in row)
     write_csv(files[0], [{key: row.get(key) for key in columns} for row in rows])
     metric = choose_metric(rows)
-    pairs = compare_pairs(rows, metric, config.study.baseline)
-    write_csv(files[1], [{key: _join(value) for key, value in pair.items()} for pair in pairs])
-    write_whole(files[2], format_study(rows, pairs, metric, seconds).encode())
+    write_csv(
+        files[1],
+        [{key: _join(value) for key, value in pair.items()} for pair in compare_pairs(rows, metric, baseline)],
+    )
+    write_whole(files[2], format_study(rows, baseline).encode())
     plot_study(rows, metric, files[3])
     return files
 
@@ -77,10 +78,10 @@ def compare_pairs(rows: Sequence[Row], metric: str, baseline: str | None) -> lis
     return pairs
 
 
-def format_study(
-    rows: Sequence[Row], pairs: Sequence[Mapping[str, Any]], metric: str, seconds: Mapping[str, float]
-) -> str:
+def format_study(rows: Sequence[Row], baseline: str | None) -> str:
     """The tables in Markdown: figures times 100 as mean (least to most of the seeds)."""
+    metric = choose_metric(rows)
+    pairs = compare_pairs(rows, metric, baseline)
     known = [row for row in rows if row.get(metric) is not None]
     sizes = list(dict.fromkeys(row["size"] for row in sorted(known, key=lambda row: row["height"] * row["width"])))
     facts = next(iter(known), {})
@@ -99,7 +100,8 @@ def format_study(
         if method != "none" and all(_same(row, known, metric) for row in members):
             continue
         cells = [_spread([row[metric] for row in members if row["size"] == size]) for size in sizes]
-        cost = f"{seconds[name] / seeds:.0f}" if method == "none" and seconds.get(name) else ""
+        spent = {row["seed"]: row["cpu_seconds"] for row in members if row.get("cpu_seconds") is not None}
+        cost = f"{sum(spent.values()) / len(spent):.0f}" if method == "none" and spent else ""
         lines.append(f"| {name} | {method} | {' | '.join(cells)} | {cost} |")
     lines += ["", *_reasons(rows)]
     for title, chosen in (
