@@ -227,6 +227,15 @@ def test_autograd_finds_no_way_down_from_the_linear_probe(l2: float) -> None:
     torch.testing.assert_close(fit(features), standardised @ fit.weight.T + fit.bias)
 
 
+def test_correlated_features_take_tens_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "MAX_ITERATIONS", 60)
+    generator = torch.Generator().manual_seed(0)
+    common, own = torch.randn(300, 4, generator=generator), torch.randn(300, 40, generator=generator)
+    features = common @ torch.randn(4, 40, generator=generator) + 0.03 * own
+    labels = (own[:, :3] + common[:, :3]).argmax(1)
+    assert fit_linear(features, labels, 3, l2=1e-4).gradient < 1e-6
+
+
 def test_the_gradient_says_how_far_an_unfinished_fit_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "MAX_ITERATIONS", 1)
     assert fit_linear(*blobs([30, 20], 12, 1.0), 2, l2=1e-5).gradient > 1e-3
@@ -294,10 +303,11 @@ def test_random_features_are_worth_chance() -> None:
     assert row["nll"] == pytest.approx(np.log(4), abs=0.03)
 
 
-def test_two_classes_are_ranked_by_their_votes_and_by_the_linear_probe() -> None:
+@pytest.mark.parametrize("temperature", [0.3, 0.01])
+def test_two_classes_are_ranked_by_their_votes_and_by_the_linear_probe(temperature: float) -> None:
     train, (images, labels) = blobs([40, 20], 5, 4.0), blobs([20, 12], 5, 4.0, seed=1)
-    rows = probe_features(train, (images, labels), 2, k=7, temperature=0.3)
-    shares = knn_votes(*train, images, 2, k=7, temperature=0.3)[:, 1]
+    rows = probe_features(train, (images, labels), 2, k=7, temperature=temperature)
+    shares = knn_votes(*train, images, 2, k=7, temperature=temperature)[:, 1]
     fit = fit_linear(*train, 2, l2=rows[1]["l2"])
     for row, scores in zip(rows, (shares, fit(images).softmax(1)[:, 1]), strict=True):
         bad, good = scores[labels == 1][:, None], scores[labels == 0][None]
@@ -314,8 +324,9 @@ def test_two_classes_are_ranked_by_their_votes_and_by_the_linear_probe() -> None
 
 def test_unlabelled_images_of_a_split_are_refused() -> None:
     features, labels = blobs([5, 5], 5, 1.0)
-    with pytest.raises(ValueError, match=r"labels hold -1, outside the 2 classes"):
-        probe_features((features, labels), (features, labels - 1), 2, k=3)
+    for one, other in ((labels, labels - 1), (labels - 1, labels)):
+        with pytest.raises(ValueError, match=r"labels hold -1, .* a probe needs splits with labels"):
+            probe_features((features, one), (features, other), 2, k=3)
 
 
 @pytest.mark.parametrize("options", [{}, {"class_token": False, "global_pool": "avg"}])
@@ -345,12 +356,22 @@ def test_features_that_are_not_finite_are_refused() -> None:
 
 
 @pytest.mark.parametrize("task", ["classification", "masked"])
-def test_rows_are_those_of_hand_made_features(task: str, coloured: Path, two_coloured: Path, tmp_path: Path) -> None:
+def test_rows_are_those_of_hand_made_features(
+    task: str, coloured: Path, two_coloured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Failure class 28: the crop is in every row."""
     config = make_config(f"folder:{coloured}", task)
     folder = make_run(tmp_path / "run", config, ["blue", "green", "red"])
     model: Any = load_run(folder).model
     backbone = model.encoder if task == "masked" else model
+    seen: list[tuple[Tensor, Tensor]] = []
+    extract = extract_features
+
+    def note(*words: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        seen.append(extract(*words, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(probing, "extract_features", note)
     for data, size, classes, method in (
         (None, None, 3, "none"),
         (two_coloured, "24x32", 2, "none"),
@@ -361,6 +382,8 @@ def test_rows_are_those_of_hand_made_features(task: str, coloured: Path, two_col
         parts = [
             features_by_hand(backbone, data or coloured, split, (24, 32) if size else 16) for split in ("train", "val")
         ]
+        for found, part in zip(seen[-2:], parts, strict=True):
+            torch.testing.assert_close(found, part, rtol=1e-4, atol=1e-4)
         expected = probe_features(*parts, classes, k=3)
         for row, wanted in zip(rows, expected, strict=True):
             about = {key: value for key, value in row.items() if key not in wanted}
@@ -396,9 +419,13 @@ def test_untrained_weights_are_those_that_training_begins_with(
     config = make_config(f"folder:{coloured}", task)
     folder = make_run(tmp_path / "run", config, ["blue", "green", "red"])
     seen = []
-    monkeypatch.setattr(
-        probing, "extract_features", lambda model, *words, **options: seen.append(model) or extract(model, *words)
-    )
+    extract = extract_features
+
+    def note(model: nn.Module, *words: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        seen.append(model)
+        return extract(model, *words, **options)
+
+    monkeypatch.setattr(probing, "extract_features", note)
     rows = probe(folder, weights="best,untrained", **QUIET)
     assert [row["weights"] for row in rows] == ["best", "best", "untrained", "untrained"]
     seed_everything(config.seed)
@@ -410,9 +437,6 @@ def test_untrained_weights_are_those_that_training_begins_with(
     before = torch.get_rng_state()
     assert probe(folder, weights=["untrained"], **QUIET) == rows[2:]
     assert torch.equal(torch.get_rng_state(), before)
-
-
-extract = extract_features
 
 
 @pytest.mark.integration
@@ -513,3 +537,22 @@ def test_several_processes_are_refused(coloured: Path, tmp_path: Path, monkeypat
     folder = make_run(tmp_path / "run", make_config(f"folder:{coloured}"), ["blue", "green", "red"])
     with pytest.raises(ValueError, match=r"started as 2 processes.*without torchrun"):
         probe(folder, **QUIET)
+
+
+def test_extension_counts_from_the_largest_trained_size(
+    two_coloured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(f"folder:{two_coloured}")
+    config.data.train_sizes = ["16", "24x16"]
+    folder = make_run(tmp_path / "run", config, ["green", "red"])
+    seen = []
+    set_extension = vision_rope.set_extension
+    monkeypatch.setattr(
+        vision_rope,
+        "set_extension",
+        lambda model, method, train_size: seen.append(set_extension(model, method, train_size).extension),
+    )
+    rows = probe(folder, size="32", extend="ntk", **QUIET)
+    assert seen == [("ntk", (3, 2), {})]
+    assert {(row["size"], row["train_size"]) for row in rows} == {("32", "24x16")}
+    assert {row["size"] for row in probe(folder, **QUIET)} == {"16"}

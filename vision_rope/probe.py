@@ -24,7 +24,7 @@ from vision_rope.extension import check_name
 from vision_rope.metrics import ClassificationMetrics
 from vision_rope.parallel import choose_precision, distributed
 from vision_rope.results import METRICS, UNTRAINED, Row, write_csv
-from vision_rope.sizes import Size, check_sizes, format_size, parse_size
+from vision_rope.sizes import Size, check_sizes, format_size, largest_size, parse_size
 from vision_rope.suggestion import did_you_mean
 from vision_rope.targets import open_split
 
@@ -92,7 +92,7 @@ def probe(
         data: labelled data, elpv, folder:PATH or a timm dataset name; its classes need not be those of the run. That
             of the run by default.
         root: folder that timm dataset names are looked up in.
-        size: image size in pixels, "224" or "192x256"; the training size by default.
+        size: image size in pixels, "224" or "192x256"; the run's data.size by default.
         extend: context-extension method for that size.
         weights: best, last, ema, or untrained: the first weights that the run's seed gives. Several, as a list or
             divided by commas, are compared on the same images.
@@ -116,8 +116,10 @@ def probe(
         raise ValueError(f"batch_size is {batch_size}, but it must be at least 1")
     config = load_yaml(folder / "config.yaml")
     own = config.data
-    train_size = (own.size, own.size) if isinstance(own.size, int) else (own.size[0], own.size[1])
-    chosen_size = train_size if size is None else parse_size(size)
+    own_size = (own.size, own.size) if isinstance(own.size, int) else (own.size[0], own.size[1])
+    chosen_size = own_size if size is None else parse_size(size)
+    # What training has seen of an axis is what extension counts from.
+    train_size = largest_size(own)
     if extend != "none" and chosen_size == train_size:
         raise ValueError(
             f"extend is {extend!r}, but at the training size {format_size(train_size)} no method changes anything; "
@@ -212,7 +214,8 @@ def probe_features(
     images, labels = validation
     settings: Row = dict.fromkeys(("k", "temperature", "l2", "gradient"))
     votes = knn_votes(*train, images, num_classes, k=k, temperature=temperature)
-    # Shares of votes are no calibrated probabilities: what is said of those is left out.
+    # Shares of votes are no calibrated probabilities: what is said of those is left out. As logarithms even the small
+    # ones keep their rank.
     ranking = ("top1", "balanced_accuracy", "auroc")
     figures = _judge(votes.clamp(min=torch.finfo(votes.dtype).tiny).log(), labels, ranking)
     knn = {"probe": "knn", **settings, "k": k, "temperature": temperature, **figures}
