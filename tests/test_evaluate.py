@@ -691,6 +691,17 @@ def test_a_masked_run_is_evaluated_with_pictures_and_so_many_images(tmp_path: Pa
         evaluate(tmp_path / "run", **options, max_images=0)
 
 
+def test_extension_counts_from_the_largest_trained_size(tmp_path: Path) -> None:
+    config = make_masked_run(tmp_path)
+    config.data.train_sizes = ["32", "48x40", "16"]
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
+    rows, _ = evaluate(tmp_path / "run", sizes="48x40,64", num_workers=0, device="cpu", progress=False)
+    figures = {(row["size"], row["method"]): row["r2"] for row in rows}
+    assert {row["train_size"] for row in rows} == {"48x40"}
+    assert figures["48x40", "ntk"] == figures["48x40", "none"]
+    assert figures["64", "ntk"] != figures["64", "none"]
+
+
 def test_a_masked_run_takes_data_of_any_classes(tmp_path: Path) -> None:
     make_masked_run(tmp_path)
     for label in ("a", "b"):

@@ -453,9 +453,10 @@ def test_decoders_that_cannot_be_are_refused(shape, message):
 
 def configuration(**changes: Any) -> TrainConfig:
     options = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, **changes.pop("options", {})}
+    model = {key: changes.pop(key) for key in ("position_options", "keep_absolute") if key in changes}
     return TrainConfig(
         task="masked",
-        model=ModelConfig(changes.pop("name", "vit_small_patch16_224"), "rope-vit-axial", options=options),
+        model=ModelConfig(changes.pop("name", "vit_small_patch16_224"), "rope-vit-axial", options=options, **model),
         data=DataConfig(size=(16, 24)),
         masked=MaskedConfig(**changes),
     )
@@ -476,6 +477,15 @@ def test_a_decoder_is_half_as_wide_with_heads_of_the_encoders_width_unless_told_
     assert shape_of(build_model(small, 7).decoder) == (8, 2, 1), "one head at least"
     parallel = configuration(encoder="visible", name="vit_small_patch16_18x2_224")
     assert shape_of(build_model(parallel, 7).decoder) == (16, 2, 1)
+
+
+def test_a_decoder_has_the_encoders_kind_of_positions():
+    chosen = configuration(encoder="visible", position_options={"base": 7.0}, keep_absolute=True)
+    for part in (build_model(chosen, 7).encoder, build_model(chosen, 7).decoder):
+        assert part.position_name == "rope-vit-axial"
+        assert {ladder.base for ladder in part.position.ladders} == {7.0}
+        assert part.pos_embed is not None
+    assert build_model(configuration(encoder="visible"), 7).decoder.pos_embed is None
 
 
 @pytest.mark.integration

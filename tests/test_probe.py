@@ -322,6 +322,13 @@ def test_two_classes_are_ranked_by_their_votes_and_by_the_linear_probe(temperatu
     assert rows[1]["nll"] == pytest.approx(float(nn.functional.cross_entropy(fit(images), labels)), rel=1e-3)
 
 
+def test_small_shares_of_votes_keep_their_rank() -> None:
+    train = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]), torch.tensor([0, 0, 1, 1])
+    images = torch.tensor([[1.0, 0.0], [1.0, 0.1]])  # class 1 has shares of about e^-20 and e^-18
+    row = probe_features(train, (images, torch.tensor([0, 1])), 2, k=4, temperature=0.05)[0]
+    assert row["auroc"] == 1
+
+
 def test_unlabelled_images_of_a_split_are_refused() -> None:
     features, labels = blobs([5, 5], 5, 1.0)
     for one, other in ((labels, labels - 1), (labels - 1, labels)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -68,6 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _study(words[1:])
         parsed = _build_parser().parse_args(words or ["--help"])
         return int(parsed.run(parsed))
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough; what Python would flush at its end goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if debug:
             raise

@@ -100,7 +100,7 @@ def plot_study(rows: Sequence[Mapping[str, Any]], metric: str, path: str | Path)
             panel.plot(sides, means, color=color, marker=marker, markersize=4, linewidth=1.6, label=label)
             bounds = [min(values[side]) for side in sides], [max(values[side]) for side in sides]
             panel.fill_between(sides, *bounds, color=color, alpha=0.18, linewidth=0)
-        _mark_sizes(panel, [row for row in known if row["seed"] is not None])
+        _mark_sizes(panel, [row for row in known if row["row"] == name and row["seed"] is not None])
         panel.set_title(name, fontsize=10)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
