@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -209,3 +210,19 @@ def test_evaluate_prints_the_table_and_the_files(
     written = [Path(line.removeprefix("wrote ")) for line in lines if line.startswith("wrote ")]
     assert [path.name for path in written] == ["evaluation.csv", "evaluation.json", "per_class.csv", "evaluation.png"]
     assert all(path.stat().st_size > 0 for path in written)
+
+
+@pytest.mark.integration
+def test_a_closed_pipe_is_no_error() -> None:
+    """As in `vision-rope presets | true`: the reader leaves before there is anything to read."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    script = "import sys; from vision_rope import cli; sys.exit(cli.main(['presets']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() != 0
+    process.stderr.close()

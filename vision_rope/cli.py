@@ -68,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[:1] == ["study"]:
             return _study(words[1:])
         parsed = _build_parser().parse_args(words or ["--help"])
-        return int(parsed.run(parsed))
+        status = int(parsed.run(parsed))
+        # Here, where a closed pipe is answered, and not at Python's end.
+        sys.stdout.flush()
+        return status
     except BrokenPipeError:
         # The reader, such as head, has seen enough; what Python would flush at its end goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
