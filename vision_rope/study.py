@@ -168,14 +168,16 @@ def run_study(config: StudyConfig, report: Callable[[str], None] = print) -> tup
         report(f"{len(cells) - len(waiting)} of {len(cells)} trainings are finished already, in {output / CELLS}")
     _run_cells(waiting, config, report)
     references = _references(config, output)
-    rows: list[Row] = [
-        {**row, "row": name, "seed": None, "cpu_seconds": None} for name, found in references.items() for row in found
-    ]
+    rows: list[Row] = []
+    for name, found in references.items():
+        facts = {"row": name, "seed": None, "cpu_seconds": None}
+        rows += [{**facts, **row, **facts} for row in found]
     for cell in cells:
         result = cell.load()
         assert result is not None, "all cells are finished"
         facts = {"row": cell.row, "seed": cell.config.seed, "cpu_seconds": result["cpu_seconds"]}
-        rows += [{**row, **facts} for row in result["rows"]]
+        # Twice: they are the first columns, and win over the run's own seed of the same value.
+        rows += [{**facts, **row, **facts} for row in result["rows"]]
         if result["failed"]:
             rows.append({**facts, "method": "none", "reason": result["failed"]})
     return rows, write_study(rows, config.study.baseline, output)
