@@ -170,7 +170,7 @@ def run_study(config: StudyConfig, report: Callable[[str], None] = print) -> tup
     references = _references(config, output)
     rows: list[Row] = []
     for name, found in references.items():
-        facts = {"row": name, "seed": None, "cpu_seconds": None}
+        facts: Row = {"row": name, "seed": None, "cpu_seconds": None}
         rows += [{**facts, **row, **facts} for row in found]
     for cell in cells:
         result = cell.load()
