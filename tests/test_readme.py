@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import re
 from pathlib import Path
 
 import pytest
 
+from vision_rope.config import load_study
 from vision_rope.encodings import ENCODINGS
 from vision_rope.extension import EXTENSIONS
 from vision_rope.rope_presets import PRESETS
+from vision_rope.study_results import format_study
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -51,3 +54,34 @@ def test_results_are_those_that_were_written():
     for row in rows:
         figures = [f"{float(row[key]):.3f}" for key in ("top1", "balanced_accuracy", "auroc", "nll", "ece")]
         assert f"| {row['size']} | {row['method']} | {' | '.join(figures)} |" in README
+
+
+STUDIES = sorted(path.parent for path in (ROOT / "docs" / "results").glob("study*/study.csv"))
+
+
+def read_value(text: str) -> float | int | str | None:
+    """A cell of a CSV as Python wrote it."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text or None
+
+
+@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
+def test_tables_of_studies_follow_from_their_csv(folder):
+    with (folder / "study.csv").open(newline="") as file:
+        rows = [{key: read_value(text) for key, text in row.items()} for row in csv.DictReader(file)]
+    for row in rows:
+        row |= {"size": str(row["size"]), "train_size": str(row["train_size"])}
+    baseline = load_study(["--config", str(ROOT / "configs" / f"{folder.name}.yaml")]).study.baseline
+    text = (folder / "study.md").read_text()
+    assert format_study(rows, baseline) == text
+    # The page shows the first table and what stands around it.
+    page = (ROOT / "docs" / "results" / "studies.md").read_text()
+    assert text.partition("\n- ")[0].partition("\nA method")[0].strip() in page
+    for name in ("study.png", "study.csv", "pairs.csv", "study.md"):
+        assert f"({folder.name}/{name})" in page
+
+
+def test_there_are_studies():
+    assert len(STUDIES) == 5
