@@ -309,5 +309,7 @@ def test_a_masked_encoder_starts_a_classifier(tmp_path: Path) -> None:
         assert_close(value, fresh[name] if name in fresh else trained.state_dict()[f"encoder.{name}"], atol=0, rtol=0)
     # The other way round there is nothing to take.
     save_weights(path, model.state_dict(), {})
-    with pytest.raises(ValueError, match="it lacks mask_token"):
+    with pytest.raises(
+        ValueError, match="holds the weights of a classifier, but masked prediction starts from those of a masked run"
+    ):
         load_start(build_model(load_config(masked_words), 0), path)

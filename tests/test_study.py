@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from vision_rope import cli, study
-from vision_rope.config import StudyConfig, flags, override
+from vision_rope.config import StudyConfig, flags, override, to_yaml
 from vision_rope.encodings import ENCODINGS
 from vision_rope.rope_presets import PRESETS
 from vision_rope.study import Cell, plan, run_cell, run_study, study_rows
@@ -92,7 +92,7 @@ def figures(path: Path) -> list[tuple[str, ...]]:
 def test_every_encoding_for_images_gets_a_row(images: Path, tmp_path: Path) -> None:
     rows = study_rows(toy(images, tmp_path, study__encodings=["all"], study__leave_out=["sam2"]))
     for name in ENCODINGS:
-        assert rows[name] == {"model.position": name, "model.position_options": {}}
+        assert rows[name] == {"model.position": name}
     assert set(rows) == {*ENCODINGS, *PRESETS} - {"sam2", "roformer"}
 
 
@@ -101,14 +101,22 @@ def test_a_row_changes_its_keys_and_no_others(images: Path, tmp_path: Path) -> N
         images,
         tmp_path,
         model__position_options={"base": 7.0},
-        study__rows={"ten": {"model.position": "rope-vit-axial", "model.position_options": {"base": 10.0}}},
+        study__rows={
+            "ten": {"model.position": "rope-vit-axial", "model.position_options": {"base": 10.0}},
+            "half": {"model.position_options": {"pairing": "half"}},
+            "deep": {"model": {"options": {"depth": 3}}},
+        },
     )
     by_row = {cell.row: cell.config for cell in plan(config)}
     assert by_row["ten"].model.position_options == {"base": 10.0}
-    # An option of the file belongs to the file's encoding, not to the tables' rows.
+    # An option of the file belongs to the file's encoding, not to other rows' encodings.
     assert by_row["none"].model.position_options == {}
-    for cell in by_row.values():
-        assert cell.model.options == config.model.options
+    assert by_row["half"].model.position_options == {"base": 7.0, "pairing": "half"}
+    # A section may be written out; what it does not name stays.
+    assert by_row["deep"].model.options == {**config.model.options, "depth": 3}
+    for row, cell in by_row.items():
+        assert row == "deep" or cell.model.options == config.model.options
+        assert cell.data == config.data
         assert cell.schedule == config.schedule
 
 
@@ -125,14 +133,25 @@ def test_cells_have_folders_and_seeds_of_their_own(images: Path, tmp_path: Path)
     [
         ({"study__encodings": ["rope-vit-axal"]}, "did you mean 'rope-vit-axial'"),
         ({"study__leave_out": ["roformer"]}, "study.leave_out holds 'roformer'"),
-        ({"study__encodings": ["none"], "study__leave_out": ["none"], "study__baseline": None}, "the study has no row"),
+        ({"study__encodings": ["none"], "study__leave_out": ["none"], "study__baseline": ""}, "the study has no row"),
         ({"study__baseline": "nine"}, "study.baseline is 'nine'; the rows are none, rope-vit-axial"),
         ({"study__rows": {"x": 3}}, "study.rows.x is 3"),
         ({"study__rows": {"x": {"model.positoin": "none"}}}, "row 'x' of the study: unknown key model.positoin"),
-        ({"study__rows": {"x": {"run.device": "cpu"}}}, "sets run.device, which must be the same for all rows"),
+        ({"study__rows": {"x": {"run.device": "cpu"}}}, "sets run.device, which .* must be the same for all rows"),
         ({"study__rows": {"x": {"evaluation.sizes": ["16"]}}}, "sets evaluation.sizes"),
-        ({"study__rows": {"x y": {}, "x/y": {}}}, "would share the folder"),
-        ({"study__rows": {"x": {"masked.ratio": 2.0}}}, "row 'x' of the study: masked.ratio is 2.0"),
+        ({"study__rows": {"x": {"evaluation": {"sizes": ["16"]}}}}, "sets evaluation.sizes"),
+        ({"study__rows": {"x": {"task": "classification"}}}, "sets task"),
+        ({"study__rows": {"x": {"masked.ratio": 0.3}}}, "sets masked.ratio"),
+        ({"study__rows": {"x": {"data": {"source": "elpv"}}}}, "sets data.source"),
+        ({"study__rows": {"x y": {}, "x=y": {}}}, "would share the folder"),
+        ({"study__rows": {"x": {"optimizer.lr": -1.0}}}, "row 'x' of the study: optimizer.lr is -1.0"),
+        ({"study__rows": {"none": {}}}, "has the name of an encoding's row or of a reference"),
+        ({"study__rows": {"mean colour": {}}}, "has the name of an encoding's row or of a reference"),
+        *[
+            ({"study__rows": {name: {}}}, "but a name of a row is text")
+            for name in ("..", "", "a/b", "a|b", "$x$", "x" * 61)
+        ],
+        ({"study__rows": {"x": {1: 2}}}, "study.rows.x is {1: 2}"),
         ({"study__num_seeds": 0}, "study.num_seeds is 0"),
         ({"study__processes": 0}, "study.processes 0"),
         ({"run__resume": True}, "goes on by itself"),
@@ -151,9 +170,46 @@ def test_models_are_built_before_the_first_training(images: Path, tmp_path: Path
     with pytest.raises(ValueError, match=r"row 'x' of the study: .*no option 'b'"):
         run_study(config)
     config = toy(images, tmp_path / "out", study__rows={"x": {"data.train_sizes": ["20"]}})
-    with pytest.raises(ValueError, match="row 'x' of the study: size 20 is not divisible"):
+    with pytest.raises(ValueError, match="row 'x' of the study: data.train_sizes: size 20 is not divisible"):
         run_study(config)
+    patch = {"model.options": {"patch_size": 4}}
+    with pytest.raises(
+        ValueError, match="row 'x' of the study: its patches have 4 x 4 pixels, those of other rows 8 x 8"
+    ):
+        run_study(toy(images, tmp_path / "out", study__rows={"x": patch}))
     assert not (tmp_path / "out" / "cells").exists()
+
+
+def test_nothing_is_removed_before_all_is_checked(images: Path, tmp_path: Path) -> None:
+    """Failure class: data lost by a command that is then refused."""
+    output = tmp_path / "out"
+    (output / "cells" / "none").mkdir(parents=True)
+    (output / "study.yaml").write_text("")
+    config = toy(images, output, run__overwrite=True, data__source="folder:nowhere")
+    with pytest.raises(ValueError, match="there is no folder nowhere"):
+        run_study(config)
+    assert (output / "cells" / "none").is_dir()
+
+
+def test_two_studies_do_not_share_a_folder(images: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    with study._locked(output), pytest.raises(ValueError, match="another study is at work in"):
+        run_study(toy(images, output))
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"rows": []', "null"])
+def test_a_damaged_cell_is_named_with_the_remedy(images: Path, tmp_path: Path, content: str) -> None:
+    config = toy(images, tmp_path / "out")
+    cell = plan(config)[0]
+    cell.folder.mkdir(parents=True)
+    (cell.folder / "config.yaml").write_text(to_yaml(cell.config))
+    (cell.folder / "cell.json").write_text(content)
+    with pytest.raises(ValueError, match=r"cell\.json is damaged; delete the folder .*none/seed-0"):
+        run_study(config)
+    (cell.folder / "config.yaml").unlink()
+    with pytest.raises(ValueError, match=r"holds a result but no config\.yaml; delete the folder"):
+        run_study(config)
 
 
 def test_override_names_the_nearest_key() -> None:
@@ -190,6 +246,8 @@ def test_a_study_from_end_to_end(images: Path, tmp_path: Path, capsys: pytest.Ca
     assert "| neighbour average | none |" in text
     assert len(said) == 6
     assert capsys.readouterr().out == ""
+    # A damaged file of the references is made anew.
+    (tmp_path / "out" / "references.json").write_text("{}")
     # Everything is kept: the second run trains nothing and says the same.
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "cells").rglob("*.*")}
     again, _ = run_study(config, said.append)
@@ -223,6 +281,9 @@ def test_a_cell_goes_on_where_it_was_stopped(images: Path, tmp_path: Path, monke
             raise KeyboardInterrupt
         return original(self, epoch)
 
+    # As a kill leaves it while the very first file is written.
+    stopped.folder.mkdir(parents=True)
+    (stopped.folder / "config.yaml.tmp").write_text("x")
     monkeypatch.setattr(Trainer, "_train_epoch", stop_in_the_second)
     with pytest.raises(KeyboardInterrupt):
         run_cell(stopped)
@@ -241,14 +302,14 @@ def test_a_diverged_training_is_reported_and_the_study_goes_on(images: Path, tmp
         optimizer={"name": "sgd", "lr": 1.0, "clip_grad": None},
         study__encodings=["none"],
         study__rows={"mad": {"model.position": "none", "optimizer.lr": 1e12}},
-        study__baseline=None,
+        study__baseline="",
         evaluation__extend=["none"],
     )
     rows, files = run_study(config, lambda text: None)
     failed = [row for row in rows if row["row"] == "mad"]
     assert len(failed) == 1
     assert "not finite" in failed[0]["reason"]
-    assert "- mad: no figures for none: " in files[2].read_text()
+    assert "- mad, seed 0, failed: the loss " in files[2].read_text()
     assert any(row["row"] == "none" and row.get("r2") is not None for row in rows)
 
 
@@ -375,14 +436,43 @@ def test_pairs_are_made_within_a_seed() -> None:
 
 
 def test_two_seeds_resolve_nothing() -> None:
-    pairs = compare_pairs([row for row in ROWS if row["seed"] != 2], "r2", None)
+    pairs = compare_pairs([row for row in ROWS if row["seed"] != 2], "r2", "")
     assert [pair["resolved"] for pair in pairs] == [False]
 
 
 def test_a_method_that_changes_nothing_is_no_pair() -> None:
     rows = [row("a", seed, method, 0.5) for seed in range(3) for method in ("none", "ntk")]
-    assert compare_pairs(rows, "r2", None) == []
-    assert "| a | ntk |" not in format_study(rows, None)
+    assert compare_pairs(rows, "r2", "") == []
+    assert "| a | ntk |" not in format_study(rows, "")
+
+
+def test_a_row_called_none_can_be_the_baseline() -> None:
+    rows = [
+        row(name, seed, method, value)
+        for name, value in (("none", 0.2), ("a", 0.5))
+        for seed in range(3)
+        for method in ("none", "ntk")
+    ]
+    rows = [{**each, "r2": each["r2"] + 0.1 * (each["method"] == "ntk")} for each in rows]
+    text = format_study(rows, "none")
+    methods, baseline = text.split("A method against none")[1].split("A row against the baseline")
+    assert methods.count("| ntk |") == 2
+    assert "| a | none | 48 | none | +30.0, +30.0, +30.0 | +30.0 | higher |" in baseline
+
+
+def test_a_missing_seed_is_said() -> None:
+    rows = [*ROWS[:-4], {"row": "b", "seed": 2, "method": "none", "cpu_seconds": 1.0, "reason": "the loss exploded"}]
+    rows = [each for each in rows if (each["row"], each["seed"], each.get("r2")) != ("b", 2, 0.40)]
+    text = format_study(rows, "")
+    assert "| b | none | 48.5 (45.0 to 52.0) [2 of 3 seeds] |" in text
+    assert "- b, seed 2, failed: the loss exploded." in text
+
+
+def test_a_study_without_values_has_tables(tmp_path: Path) -> None:
+    """Pictures of one colour have no R2."""
+    rows = [row("a", seed, "none", None) for seed in range(3)]
+    assert "R2" in format_study(rows, "")
+    write_study(rows, "", tmp_path)
 
 
 def test_the_tables_say_mean_spread_and_verdict() -> None:
@@ -397,7 +487,7 @@ def test_the_tables_say_mean_spread_and_verdict() -> None:
 
 
 def test_files_hold_the_rows(tmp_path: Path) -> None:
-    files = write_study(ROWS, None, tmp_path)
+    files = write_study(ROWS, "", tmp_path)
     rows = read_csv(files[0])
     assert len(rows) == len(ROWS)
     assert [float(row["r2"]) for row in rows if row["r2"]] == [row["r2"] for row in ROWS if row["r2"] is not None]

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,10 @@ def _build_backbone(config: TrainConfig, num_classes: int, *, pretrained: bool |
     for name, key in (("num_classes", "the data set"), ("position", "model.position")):
         if name in section.options:
             raise ValueError(f"model.options holds {name}, but it comes from {key}; take it out")
+    if section.options.get("in_chans", 3) != 3:
+        raise ValueError(
+            f"model.options holds in_chans: {section.options['in_chans']}, but images come with 3 channels; take it out"
+        )
     try:
         return vision_rope.create_model(
             section.name,
@@ -173,6 +178,12 @@ def load_start(model: nn.Module, path: str | Path) -> list[str]:
     state = plain_names(state)
     own = model.state_dict()
     is_masked = MASK_TOKEN in state
+    if MASK_TOKEN in own and not is_masked:
+        raise ValueError(
+            f"{path} holds the weights of a classifier, but masked prediction starts from those of a masked run; leave "
+            "model.checkpoint out, or give task: classification"
+        )
+    _warn_of_another_position(model, metadata, path)
     if is_masked and MASK_TOKEN not in own:
         state = {name.removeprefix("encoder."): state[name] for name in state if name.startswith("encoder.")}
     state = _fit_absolute(model, state, metadata)
@@ -191,20 +202,33 @@ def load_start(model: nn.Module, path: str | Path) -> list[str]:
     return sorted(fresh)
 
 
+def _warn_of_another_position(model: Any, metadata: Mapping[str, str], path: str | Path) -> None:
+    """Weights fit a model of another encoding name by name, so that nothing else would tell."""
+    trained = metadata.get("position")
+    own = getattr(getattr(model, "encoder", model), "position_name", None)
+    if trained is not None and trained != own:
+        warnings.warn(
+            f"{path} was trained with the position encoding {trained!r}, but the model has {own!r}", stacklevel=3
+        )
+
+
 def _differs(state: Mapping[str, Tensor], own: Mapping[str, Tensor], name: str) -> bool:
     return name in state and state[name].shape != own[name].shape
 
 
 def _fit_absolute(model: Any, state: dict[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
-    """Resample a learned absolute embedding whose training size the metadata tell."""
+    """Resample learned absolute embeddings whose training size the metadata tell."""
     own = model.state_dict()
-    if "config" not in metadata or not _differs(state, own, "pos_embed"):
+    parts = {"pos_embed": model} | {f"{name}.pos_embed": getattr(model, name, None) for name in ("encoder", "decoder")}
+    wanted = [name for name in parts if _differs(state, own, name)]
+    if "config" not in metadata or not wanted:
         return state
-    size = from_yaml(metadata["config"]).data.size
+    config = from_yaml(metadata["config"])
+    size = config.model.options.get("img_size", config.data.size)
     height, width = (size, size) if isinstance(size, int) else size
     patch = model.patch_embed.patch_size
     grid = (height // patch[0], width // patch[1])
-    return {**state, "pos_embed": model.fit_absolute(state["pos_embed"], grid)}
+    return {**state, **{name: parts[name].fit_absolute(state[name], grid) for name in wanted}}
 
 
 def load_run(folder: str | Path, *, weights: str = "best", device: str | torch.device = "cpu") -> LoadedRun:
@@ -222,6 +246,8 @@ def load_run(folder: str | Path, *, weights: str = "best", device: str | torch.d
     parent = folder if weights == "best" else find_last(folder)
     if parent is None or not (parent / files[weights]).is_file():
         reason = "averaging was off (ema_decay: none)" if weights == "ema" and parent else "no epoch was finished"
+        if weights == "best" and find_last(folder) is not None:
+            reason = f"{files[weights]} is missing"
         raise ValueError(f"{folder} holds no {weights} weights: {reason}")
     config = load_yaml(folder / "config.yaml")
     state, metadata = load_weights(parent / files[weights])
@@ -273,8 +299,10 @@ def load_state(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        # Without torch's own words, which advise to load it unsafely.
         raise ValueError(
-            f"{path} is no training state that can be loaded safely: {str(error).splitlines()[0]}"
+            f"{path} is no training state that can be loaded safely: it is missing, damaged or holds more than tensors "
+            "and plain values"
         ) from error
 
 

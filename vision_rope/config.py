@@ -14,6 +14,13 @@ from vision_rope import flags
 
 Size = int | tuple[int, int]
 
+# Keys that choose something by its name, and the key of its options.
+OPTIONS_OF = {
+    "model.position": "model.position_options",
+    "optimizer.name": "optimizer.options",
+    "schedule.name": "schedule.options",
+}
+
 
 @dataclass
 class ModelConfig:
@@ -198,7 +205,8 @@ class EvaluationConfig:
         crop_pct: the short side is resized to size / crop_pct before the centre crop; 1.0 keeps all of it.
         batch_size: images a forward pass; none takes the training batch.
         every: epochs between validations.
-        max_images: judge by that many images, evenly spread over the validation part; none takes all.
+        max_images: judge by that many images, evenly spread over the validation part; none takes all. Masks are
+            drawn by the place among them.
         sizes: sizes of the sweep after training: 64, 96x160, ...; empty skips the sweep.
         extend: context-extension methods of the sweep.
     """
@@ -273,9 +281,10 @@ class StudySection:
     Attributes:
         encodings: position encodings, a row each; all takes every one for images, in the order of the tables.
         leave_out: encodings that get no row.
-        rows: further rows by name, with the keys that differ from the rest of the file.
+        rows: further rows by name, with the keys that differ from the rest of the file; options are merged into the
+            file's, but a row with a model.position of its own begins without position_options.
         num_seeds: trainings a row, with the seeds seed, seed + 1, ...
-        baseline: row that the others are compared with, seed by seed; none leaves that table out.
+        baseline: row that the others are compared with, seed by seed; empty leaves that table out.
         processes: trainings at the same time.
     """
 
@@ -283,7 +292,7 @@ class StudySection:
     leave_out: list[str] = field(default_factory=list)
     rows: dict[str, Any] = field(default_factory=dict)
     num_seeds: int = 3
-    baseline: str | None = None
+    baseline: str = ""
     processes: int = 2
 
 
@@ -316,11 +325,18 @@ def override(config: TrainConfig, keys: Mapping[str, Any]) -> TrainConfig:
         ValueError: for an unknown key, with the nearest valid one, and for a value of the wrong type.
     """
     values: dict[str, Any] = asdict(config)
+    values.pop("study", None)
+    for name in OPTIONS_OF:
+        # Options belong to what they are options of.
+        if name in keys and flags.get(config, name) != keys[name]:
+            section, _, options = OPTIONS_OF[name].partition(".")
+            values[section][options] = {}
     for key, value in keys.items():
         section, dot, name = key.rpartition(".")
         inner = values.setdefault(section, {}) if dot else values
+        if isinstance(value, dict) and isinstance(inner.get(name), dict):
+            value = flags.merge(inner[name], value)
         inner[name] = value
-    values.pop("study", None)
     return flags.build(TrainConfig, values)
 
 

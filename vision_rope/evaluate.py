@@ -84,6 +84,8 @@ def sweep(
     grid = (train_size[0] // patch_size[0], train_size[1] // patch_size[1])
     classes = list(dataset.classes)
     judge: Task = task or Classification(len(classes))
+    for size in sizes:
+        judge.check_size(size)
     training = model.training
     rows = []
     try:

@@ -51,7 +51,7 @@ def build(kind: type[Config], values: dict[str, Any]) -> Config:
 
     known = leaves(kind)
     tidy: dict[str, Any] = {}
-    for key, value in _flatten(kind, values):
+    for key, value in flatten(kind, values):
         if key not in known:
             raise ValueError(_unknown(kind, key, "key"))
         if value is None and not _is_optional(known[key]):
@@ -66,7 +66,7 @@ def build(kind: type[Config], values: dict[str, Any]) -> Config:
         if match is None or match[1] not in known:
             raise ValueError(f"the configuration cannot be read: {error}") from None
         key = match[1]
-        value = dict(_flatten(kind, values))[key]
+        value = dict(flatten(kind, values))[key]
         raise ValueError(f"{key} is {value!r}, but it must be {_describe(known[key])}") from None
     return kind(**{item.name: parsed[item.name] for item in fields(kind)})  # type: ignore[arg-type]
 
@@ -215,7 +215,12 @@ def _sections(kind: type) -> list[tuple[Field[Any], type]]:
     return [(item, hints[item.name]) for item in fields(kind) if is_dataclass(hints[item.name])]
 
 
-def _flatten(kind: type, values: dict[str, Any]) -> list[tuple[str, Any]]:
+def flatten(kind: type, values: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Nested values as pairs of a dotted name and a value; dotted names stay as they are.
+
+    Raises:
+        ValueError: for a section that holds no keys.
+    """
     sections = {item.name for item, _ in _sections(kind)}
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():

@@ -62,9 +62,7 @@ def plot_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None
     figure.supxlabel(f"image size (pixels){note}", fontsize=9)
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5), frameon=False, fontsize=10)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    _save(figure, Path(path))
 
 
 def plot_study(rows: Sequence[Mapping[str, Any]], metric: str, path: str | Path) -> None:
@@ -112,11 +110,9 @@ def plot_study(rows: Sequence[Mapping[str, Any]], metric: str, path: str | Path)
         label: handle for panel in axes.flat for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     figure.legend(
-        entries.values(), entries.keys(), loc="outside upper center", ncols=min(len(entries), 6), frameon=False
+        entries.values(), entries.keys(), loc="outside upper center", ncols=min(len(entries), 6) or 1, frameon=False
     )
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    _save(figure, Path(path))
 
 
 def plot_images(lines: Mapping[str, Tensor], path: str | Path) -> None:
@@ -139,9 +135,15 @@ def plot_images(lines: Mapping[str, Tensor], path: str | Path) -> None:
             panel.set_yticks([])
             panel.spines[:].set_visible(False)
         line[0].set_ylabel(name, fontsize=8)
-    path = Path(path)
+    _save(figure, Path(path))
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Write a figure as a whole: a kill leaves the previous one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    beside = path.with_name(f"{path.stem}.tmp{path.suffix}")
+    figure.savefig(beside)
+    beside.replace(path)
 
 
 def _group_by_line(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from vision_rope import checkpoint
 from vision_rope.config import TrainConfig
-from vision_rope.masking import draw_masks
 from vision_rope.parallel import Distributed
 from vision_rope.sizes import check_sizes, largest_size, parse_sizes, training_sizes
+from vision_rope.tasks import create_task
 
 if TYPE_CHECKING:
     from vision_rope.data import DeviceLoader
@@ -102,20 +101,20 @@ def check_sweep(config: TrainConfig, model: nn.Module) -> None:
     """Refuse sizes that the patch does not divide or that cannot be masked, and unknown extension methods."""
     from vision_rope.evaluate import check_methods
 
-    height, width = tuple(model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
+    patch_size = tuple(model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
     size = config.data.size
-    sizes = [(size, size) if isinstance(size, int) else size, *training_sizes(config.data)]
+    named = {
+        "data.size": [(size, size) if isinstance(size, int) else size],
+        "data.train_sizes": training_sizes(config.data) if config.data.train_sizes else [],
+        "evaluation.sizes": parse_sizes(config.evaluation.sizes) if config.evaluation.sizes else [],
+    }
     if config.evaluation.sizes:
-        sizes += parse_sizes(config.evaluation.sizes)
         check_methods(config.evaluation.extend)
-    check_sizes(sizes, (height, width))
-    if config.task == "masked":
-        for rows, columns in {(size[0] // height, size[1] // width) for size in sizes}:
-            # A draw for nothing: it refuses what training would stumble over.
-            draw_masks(
-                1,
-                (rows, columns),
-                ratio=config.masked.ratio,
-                block=config.masked.block,
-                generator=torch.Generator(),
-            )
+    task = create_task(config, 2, patch_size)
+    for key, sizes in named.items():
+        try:
+            check_sizes(sizes, patch_size)
+            for each in sizes:
+                task.check_size(each)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error

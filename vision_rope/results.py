@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from vision_rope.checkpoint import write_whole
 
 # One size and method: names of facts and figures -> values; None where there is no figure.
 Row = dict[str, Any]
@@ -35,7 +38,7 @@ def write_results(rows: Sequence[Row], folder: str | Path) -> list[Path]:
     paths = [folder / name for name in names]
     flat = [{key: value for key, value in row.items() if key != "per_class"} for row in rows]
     write_csv(paths[0], flat)
-    paths[1].write_text(json.dumps(list(rows), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    write_whole(paths[1], (json.dumps(list(rows), indent=2, allow_nan=False) + "\n").encode())
     by_class = [
         {"size": row["size"], "method": row["method"], "class": name, "accuracy": accuracy}
         for row in rows
@@ -83,9 +86,10 @@ def _format_figure(key: str, value: float | None) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows under the keys of the first one."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        if rows:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+    """Write rows under the keys of the first one, as a whole."""
+    text = io.StringIO(newline="")
+    if rows:
+        writer = csv.DictWriter(text, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    write_whole(path, text.getvalue().encode())

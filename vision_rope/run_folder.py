@@ -143,7 +143,10 @@ class RunFolder:
 def read_rows(folder: Path) -> list[Row]:
     """The rows of metrics.jsonl, oldest first; none where the file is missing."""
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); take the damaged line out of it") from error
 
 
 def _stored(config: TrainConfig) -> str:

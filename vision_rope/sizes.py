@@ -54,7 +54,10 @@ def format_size(size: tuple[int, int]) -> str:
 def training_sizes(section: DataConfig) -> list[tuple[int, int]]:
     """Sizes that training batches have, (height, width) in pixels; a size may come more than once."""
     if section.train_sizes:
-        return [parse_size(size) for size in section.train_sizes]
+        try:
+            return [parse_size(size) for size in section.train_sizes]
+        except ValueError as error:
+            raise ValueError(f"data.train_sizes: {error}") from error
     size = section.size
     return [(size, size) if isinstance(size, int) else (size[0], size[1])]
 

@@ -18,16 +18,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vision_rope.checkpoint import find_last, write_whole
+from vision_rope import flags
+from vision_rope.checkpoint import build_model, find_last, write_whole
 from vision_rope.config import StudyConfig, TrainConfig, changed_keys, check_config, load_yaml, override, to_yaml
 from vision_rope.encodings import ENCODINGS
+from vision_rope.references import REFERENCES
 from vision_rope.results import Row
 from vision_rope.rope_presets import PRESETS, preset
 from vision_rope.sizes import parse_sizes, training_sizes
@@ -35,8 +37,15 @@ from vision_rope.suggestion import did_you_mean
 
 CELLS = "cells"
 # What a study writes beside its cells.
-OWN_NAMES = (CELLS, "study.yaml", "study.csv", "study.md", "study.png", "pairs.csv", "references.json")
+OWN_NAMES = (CELLS, "study.yaml", "study.csv", "study.md", "study.png", "pairs.csv", "references.json", "study.lock")
 DEFAULT_OUTPUT = "runs/study"
+ROW_NAME = re.compile(r"[^\W_][\w .,+=()-]{0,59}")
+# What all rows are measured by.
+SHARED_KEYS = (
+    *("task", "seed", "masked.ratio", "masked.block", "masked.target", "data.source", "data.root", "data.train_split"),
+    *("data.val_split", "data.val_fraction", "data.split_seed", "data.download", "data.interpolation"),
+    *("data.mean", "data.std"),
+)
 
 
 class ProcessLostError(RuntimeError):
@@ -61,9 +70,23 @@ class Cell:
         return Path(self.config.run.output)
 
     def load(self) -> dict[str, Any] | None:
-        """What the finished cell came to; None where it is not finished."""
+        """What the finished cell came to; None where it is not finished.
+
+        Raises:
+            ValueError: where its file is damaged.
+        """
         path = self.folder / "cell.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        if not path.is_file():
+            return None
+        try:
+            found = json.loads(path.read_text())
+            return {key: found[key] for key in ("rows", "failed", "cpu_seconds")}
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is damaged; {self.remedy}") from error
+
+    @property
+    def remedy(self) -> str:
+        return f"delete the folder {self.folder}, and the same command trains it again"
 
 
 def study_rows(config: StudyConfig) -> dict[str, dict[str, Any]]:
@@ -83,22 +106,37 @@ def study_rows(config: StudyConfig) -> dict[str, dict[str, Any]]:
                     f"or all of them: all{did_you_mean(name, known)}"
                 )
     rows: dict[str, dict[str, Any]] = {
-        name: {"model.position": name, "model.position_options": {}} for name in wanted if name not in section.leave_out
+        name: {"model.position": name} for name in wanted if name not in section.leave_out
     }
     for name, keys in section.rows.items():
-        if not isinstance(keys, dict):
-            raise ValueError(
-                f"study.rows.{name} is {keys!r}, but it must hold keys: {{model.position: rope-vit-axial}}"
-            )
-        rows[str(name)] = keys
+        _check_row(name, keys, taken=[*rows, *REFERENCES])
+        rows[name] = dict(flags.flatten(StudyConfig, keys))
     if not rows:
         raise ValueError("the study has no row; give study.encodings or study.rows")
-    if section.baseline is not None and section.baseline not in rows:
+    if section.baseline and section.baseline not in rows:
         raise ValueError(
             f"study.baseline is {section.baseline!r}; the rows are {', '.join(rows)}"
             f"{did_you_mean(section.baseline, rows)}"
         )
     return rows
+
+
+def _check_row(name: Any, keys: Any, *, taken: Sequence[str]) -> None:
+    """Refuse a name that could not stand in a table, a figure and a path, and keys that rows must share."""
+    if not isinstance(name, str) or not ROW_NAME.fullmatch(name):
+        raise ValueError(
+            f"study.rows holds {name!r}, but a name of a row is text of at most 60 letters, digits, blanks and .,+=()_- "
+            "that begins with a letter or a digit"
+        )
+    if name in taken:
+        raise ValueError(f"study.rows.{name} has the name of an encoding's row or of a reference; choose another")
+    if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys):
+        raise ValueError(f"study.rows.{name} is {keys!r}, but it must hold keys: {{model.position: rope-vit-axial}}")
+    for key, _ in flags.flatten(StudyConfig, keys):
+        if key in SHARED_KEYS or key.startswith(("run.", "study.", "evaluation.")):
+            raise ValueError(
+                f"study.rows.{name} sets {key}, which says what is measured or where, and must be the same for all rows"
+            )
 
 
 def plan(config: StudyConfig) -> list[Cell]:
@@ -121,8 +159,6 @@ def plan(config: StudyConfig) -> list[Cell]:
     folders: dict[str, str] = {}
     for seed in range(config.seed, config.seed + config.study.num_seeds):
         for name, keys in study_rows(config).items():
-            if owned := [key for key in keys if key == "seed" or key.startswith(("run.", "study.", "evaluation."))]:
-                raise ValueError(f"study.rows.{name} sets {owned[0]}, which must be the same for all rows")
             folder = re.sub(r"[^\w.-]+", "-", name)
             if folders.setdefault(folder, name) != name:
                 raise ValueError(
@@ -153,15 +189,25 @@ def run_study(config: StudyConfig, report: Callable[[str], None] = print) -> tup
         ValueError: before any training, for what cannot work and for cells that were trained otherwise.
         ProcessLostError: where a process was killed.
     """
+    output = Path(config.run.output or DEFAULT_OUTPUT)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("study was started by torchrun, but it starts its processes itself: study.processes")
+    cells = plan(config)
+    _check_models(config, cells)
+    if not config.run.overwrite:
+        _check_kept(cells)
+    output.mkdir(parents=True, exist_ok=True)
+    with _locked(output):
+        return _run_locked(config, cells, output, report)
+
+
+def _run_locked(
+    config: StudyConfig, cells: Sequence[Cell], output: Path, report: Callable[[str], None]
+) -> tuple[list[Row], list[Path]]:
     from vision_rope.study_results import write_study
 
-    output = Path(config.run.output or DEFAULT_OUTPUT)
-    cells = plan(config)
     if config.run.overwrite:
         _remove(output)
-    _check_models(config, cells)
-    _check_kept(cells)
-    output.mkdir(parents=True, exist_ok=True)
     write_whole(output / "study.yaml", to_yaml(replace(config, run=replace(config.run, overwrite=False))).encode())
     waiting = [cell for cell in cells if cell.load() is None]
     if len(waiting) < len(cells):
@@ -188,6 +234,9 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     from vision_rope.trainer import TrainingDiverged, train
 
     started = (cell.folder / "config.yaml").is_file()
+    if not started and cell.folder.exists():
+        # Stopped while its first file was written.
+        shutil.rmtree(cell.folder)
     resume = started and find_last(cell.folder) is not None
     run = replace(cell.config.run, resume=resume, overwrite=started and not resume)
     start, failed, rows = time.process_time(), None, []
@@ -197,6 +246,10 @@ def run_cell(cell: Cell) -> dict[str, Any]:
             rows = json.loads((cell.folder / "evaluation" / "evaluation.json").read_text())
         except TrainingDiverged as error:
             failed = str(error)
+        except ValueError as error:
+            if not resume:
+                raise
+            raise ValueError(f"{error}; it cannot go on: {cell.remedy}") from error
     result = {
         "rows": [{key: value for key, value in row.items() if key != "per_class"} for row in rows],
         "failed": failed,
@@ -300,9 +353,18 @@ def _check_models(config: StudyConfig, cells: Sequence[Cell]) -> None:
     from vision_rope.preparation import build_start, check_sweep, count_classes
 
     num_classes = count_classes(config)
+    first: tuple[int, ...] | None = None
     for cell in cells[: len(cells) // config.study.num_seeds]:
         try:
-            check_sweep(cell.config, build_start(cell.config, num_classes))
+            model: Any = build_start(cell.config, num_classes)
+            check_sweep(cell.config, model)
+            patch_size = tuple(model.patch_embed.patch_size)
+            first = first or patch_size
+            if config.task == "masked" and patch_size != first:
+                raise ValueError(
+                    f"its patches have {patch_size[0]} x {patch_size[1]} pixels, those of other rows {first[0]} x "
+                    f"{first[1]}; hidden patches of another size are another task, so that no figures compare"
+                )
         except ValueError as error:
             raise ValueError(f"row {cell.row!r} of the study: {error}") from error
 
@@ -311,6 +373,8 @@ def _check_kept(cells: Sequence[Cell]) -> None:
     """Refuse to take up cells that were trained under another configuration."""
     for cell in cells:
         stored = cell.folder / "config.yaml"
+        if (cell.folder / "cell.json").is_file() and not stored.is_file():
+            raise ValueError(f"{cell.folder} holds a result but no config.yaml; {cell.remedy}")
         if stored.is_file() and (changed := changed_keys(load_yaml(stored), cell.config)):
             raise ValueError(
                 f"{cell.folder} was trained with other values of {', '.join(changed)}; give another run.output, or "
@@ -318,8 +382,25 @@ def _check_kept(cells: Sequence[Cell]) -> None:
             )
 
 
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Keep other studies out of a folder, where the system can; the lock ends with the process."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with (output / "study.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another study is at work in {output}; wait for it, or give another run.output") from None
+        yield
+
+
 def _remove(output: Path) -> None:
-    if output.exists() and any(output.iterdir()) and not (output / "study.yaml").is_file():
+    others = [path for path in output.iterdir() if path.name != "study.lock"] if output.exists() else []
+    if others and not (output / "study.yaml").is_file():
         raise ValueError(f"run.output {output} holds files but no study (no study.yaml); give another folder")
     for name in OWN_NAMES:
         path = output / name
@@ -331,23 +412,25 @@ def _remove(output: Path) -> None:
 
 def _references(config: StudyConfig, output: Path) -> dict[str, list[Row]]:
     """What is reached without training, at all sizes; kept like the cells."""
-    if config.task != "masked":
+    # They predict pixels, which patches of mean 0 and variance 1 are not.
+    if config.task != "masked" or config.masked.target != "pixels":
         return {}
     from vision_rope.data import take_evenly
     from vision_rope.evaluate import sweep
     from vision_rope.parallel import choose_device
-    from vision_rope.preparation import build_start
-    from vision_rope.references import REFERENCES
     from vision_rope.targets import open_split
     from vision_rope.tasks import create_task
 
     path, data = output / "references.json", config.data
-    plain = override(config, {"model.position": "none", "model.position_options": {}})
-    embed: Any = build_start(plain, 0).patch_embed
+    plain = override(config, {"model.position": "none"})
+    embed: Any = build_model(plain, 0, pretrained=False).patch_embed
     patch_size = (embed.patch_size[0], embed.patch_size[1])
     basis = [str(part) for part in (data, config.masked, config.evaluation, patch_size)]
-    if path.is_file() and (kept := json.loads(path.read_text()))["basis"] == basis:
-        return kept["rows"]
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        # Made in seconds: a file that is missing or damaged is made anew.
+        kept = json.loads(path.read_text())
+        if kept["basis"] == basis:
+            return kept["rows"]
     dataset = take_evenly(open_split(data, "validation"), config.evaluation.max_images)
     rows = {
         name: [
@@ -385,5 +468,6 @@ def _describe(cell: Cell, result: dict[str, Any]) -> str:
         return f"{name}: failed: {result['failed']}"
     rows = [row for row in result["rows"] if row["method"] == "none"]
     metric = choose_metric(rows)
-    figures = ", ".join(f"{100 * row[metric]:.1f} at {row['size']}" for row in rows)
+    known = [row for row in rows if row[metric] is not None]
+    figures = ", ".join(f"{100 * row[metric]:.1f} at {row['size']}" for row in known) or "has no value"
     return f"{name}: {metric} {figures} ({result['cpu_seconds']:.0f} CPU s)"

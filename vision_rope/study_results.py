@@ -15,10 +15,10 @@ ENOUGH_SEEDS = 3
 
 def choose_metric(rows: Sequence[Row]) -> str:
     """The metric that a study is told by: R2, AUROC for two classes, else top-1."""
-    return next((name for name in ("r2", "auroc") if any(row.get(name) is not None for row in rows)), "top1")
+    return next((name for name in ("r2", "auroc") if any(name in row for row in rows)), "top1")
 
 
-def write_study(rows: Sequence[Row], baseline: str | None, folder: Path) -> list[Path]:
+def write_study(rows: Sequence[Row], baseline: str, folder: Path) -> list[Path]:
     """Write study.csv, pairs.csv, study.md and study.png."""
     from vision_rope.plots import plot_study
 
@@ -35,11 +35,11 @@ def write_study(rows: Sequence[Row], baseline: str | None, folder: Path) -> list
     return files
 
 
-def compare_pairs(rows: Sequence[Row], metric: str, baseline: str | None) -> list[dict[str, Any]]:
+def compare_pairs(rows: Sequence[Row], metric: str, baseline: str) -> list[dict[str, Any]]:
     """Differences between two results of the same seed: a method against none, and a row against the baseline.
 
-    Keys: row, against, size, method; seeds and differences as lists; mean, least, most; resolved: all seeds have the
-    same sign, and there are at least three.
+    Keys: kind (method or row), row, against, size, method; seeds and differences as lists; mean, least, most; resolved:
+    all seeds have the same sign, and there are at least three.
     """
     found = {
         (row["row"], row["size"], row["method"], row["seed"]): row[metric]
@@ -50,7 +50,7 @@ def compare_pairs(rows: Sequence[Row], metric: str, baseline: str | None) -> lis
     sizes = list(dict.fromkeys(key[1] for key in found))
     methods = list(dict.fromkeys(key[2] for key in found))
     wanted = [(name, size, method, name, "none") for name in names for size in sizes for method in methods[1:]]
-    if baseline is not None:
+    if baseline:
         wanted += [(name, size, "none", baseline, "none") for name in names for size in sizes if name != baseline]
     pairs = []
     for name, size, method, other, plain in wanted:
@@ -63,6 +63,7 @@ def compare_pairs(rows: Sequence[Row], metric: str, baseline: str | None) -> lis
         one_sign = min(differences) > 0 or max(differences) < 0
         pairs.append(
             {
+                "kind": "method" if other == name else "row",
                 "row": name,
                 "against": other if other != name else "none",
                 "size": size,
@@ -78,7 +79,7 @@ def compare_pairs(rows: Sequence[Row], metric: str, baseline: str | None) -> lis
     return pairs
 
 
-def format_study(rows: Sequence[Row], baseline: str | None) -> str:
+def format_study(rows: Sequence[Row], baseline: str) -> str:
     """The tables in Markdown: figures times 100 as mean (least to most of the seeds)."""
     metric = choose_metric(rows)
     pairs = compare_pairs(rows, metric, baseline)
@@ -99,14 +100,15 @@ def format_study(rows: Sequence[Row], baseline: str | None) -> str:
     for name, method, members in _lines(known):
         if method != "none" and all(_same(row, known, metric) for row in members):
             continue
-        cells = [_spread([row[metric] for row in members if row["size"] == size]) for size in sizes]
+        whole = seeds if members[0]["seed"] is not None else 1
+        cells = [_spread([row[metric] for row in members if row["size"] == size], whole) for size in sizes]
         spent = {row["seed"]: row["cpu_seconds"] for row in members if row.get("cpu_seconds") is not None}
         cost = f"{sum(spent.values()) / len(spent):.0f}" if method == "none" and spent else ""
         lines.append(f"| {name} | {method} | {' | '.join(cells)} | {cost} |")
     lines += ["", *_reasons(rows)]
     for title, chosen in (
-        ("A method against none, the same trained weights", [pair for pair in pairs if pair["against"] == "none"]),
-        ("A row against the baseline, the same seeds", [pair for pair in pairs if pair["against"] != "none"]),
+        ("A method against none, the same trained weights", [pair for pair in pairs if pair["kind"] == "method"]),
+        ("A row against the baseline, the same seeds", [pair for pair in pairs if pair["kind"] == "row"]),
     ):
         if chosen:
             lines += ["", f"{title}: differences by seed, times 100.", "", *_pair_table(chosen)]
@@ -115,9 +117,12 @@ def format_study(rows: Sequence[Row], baseline: str | None) -> str:
 
 def _reasons(rows: Sequence[Row]) -> list[str]:
     """Why rows have no figures, a line a reason."""
+    lines: list[str] = []
     methods: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        if row.get("reason"):
+        if row.get("reason") and row.get("size") is None:
+            lines.append(f"- {row['row']}, seed {row['seed']}, failed: {row['reason']}.")
+        elif row.get("reason"):
             # "ntk means nothing for sinusoidal: why" is said once for all methods.
             about, _, why = row["reason"].partition(": ")
             reason = why if about.startswith(f"{row['method']} means nothing") else row["reason"]
@@ -125,7 +130,9 @@ def _reasons(rows: Sequence[Row]) -> list[str]:
     names: dict[tuple[str, str], list[str]] = {}
     for (name, reason), found in methods.items():
         names.setdefault((", ".join(dict.fromkeys(found)), reason), []).append(name)
-    return [f"- {', '.join(rows)}: no figures for {found}: {reason}." for (found, reason), rows in names.items()]
+    return lines + [
+        f"- {', '.join(rows)}: no figures for {found}: {reason}." for (found, reason), rows in names.items()
+    ]
 
 
 def _pair_table(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -156,11 +163,13 @@ def _same(row: Row, rows: Sequence[Row], metric: str) -> bool:
     return plain == [row[metric]]
 
 
-def _spread(values: Sequence[float]) -> str:
+def _spread(values: Sequence[float], whole: int) -> str:
+    """Mean and range of the seeds; where some are missing, how many there are."""
     if not values:
         return "-"
     mean = f"{100 * sum(values) / len(values):.1f}"
-    return mean if len(values) == 1 else f"{mean} ({100 * min(values):.1f} to {100 * max(values):.1f})"
+    spread = mean if len(values) == 1 else f"{mean} ({100 * min(values):.1f} to {100 * max(values):.1f})"
+    return spread if len(values) == whole else f"{spread} [{len(values)} of {whole} seeds]"
 
 
 def _join(value: Any) -> Any:

@@ -19,6 +19,7 @@ from vision_rope.config import AugmentConfig, LossConfig, MaskedConfig, TrainCon
 from vision_rope.losses import create_loss, masked_loss
 from vision_rope.masking import draw_masks, paste
 from vision_rope.metrics import ClassificationMetrics, MaskedMetrics
+from vision_rope.sizes import format_size
 
 Row = dict[str, Any]
 
@@ -53,6 +54,9 @@ class Task(Protocol):
 
     def eval_batch(self, images: Tensor, labels: Tensor, places: Tensor | None) -> Batch:
         """An evaluation batch; what is drawn follows from the images' places in the data set alone."""
+
+    def check_size(self, size: tuple[int, int]) -> None:
+        """Refuse an image size that the task cannot be done at."""
 
     def loss(self, outputs: Tensor, targets: Any) -> Tensor:
         """What is minimised."""
@@ -110,6 +114,9 @@ class Classification:
         """The images and their labels."""
         return Batch((images,), labels)
 
+    def check_size(self, size: tuple[int, int]) -> None:
+        """All sizes will do."""
+
     def count_hits(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Answers that name the class, or the larger class of a mixed image."""
         answers = targets.argmax(1) if targets.ndim == 2 else targets
@@ -135,8 +142,9 @@ class MaskedPrediction:
     """Pixels of hidden patches.
 
     Args:
-        seed: of the masks in evaluation; every image has its own for a grid, the same in every run and for every
-            method. Images of a stream, which have no place of their own, get masks by their place in the batch.
+        seed: of the masks in evaluation; by its place among the images that are judged every image has its own for a
+            grid, the same in every run and for every method. Images of a stream, which have no place of their own,
+            get masks by their place in the batch.
     """
 
     headline: tuple[str, ...] = ("r2", "mse")
@@ -157,15 +165,23 @@ class MaskedPrediction:
 
     def train_batch(self, images: Tensor, labels: Tensor, seed: int) -> Batch:
         """Images and fresh masks; labels are not looked at."""
-        return self._batch(images, self._draw(images, len(images), seed))
+        return self._batch(images, self._draw(_size(images), len(images), seed))
 
     def eval_batch(self, images: Tensor, labels: Tensor, places: Tensor | None) -> Batch:
         """Images and the masks that belong to them."""
         from vision_rope.data.randomness import derive_seed
 
         own = range(len(images)) if places is None or bool((places < 0).any()) else places.tolist()
-        masks = [self._draw(images, 1, derive_seed(self._seed, place)) for place in own]
+        masks = [self._draw(_size(images), 1, derive_seed(self._seed, place)) for place in own]
         return self._batch(images, torch.cat(masks))
+
+    def check_size(self, size: tuple[int, int]) -> None:
+        """Refuse a size whose patches leave nothing to hide, nothing to see or no choice."""
+        try:
+            # A draw for nothing: it refuses what a batch would stumble over.
+            self._draw(size, 1, seed=0)
+        except ValueError as error:
+            raise ValueError(f"size {format_size(size)} cannot be masked: {error}") from error
 
     def loss(self, outputs: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         """See `masked_loss`."""
@@ -202,15 +218,19 @@ class MaskedPrediction:
         masks = masks.to(images.device, non_blocking=True)
         return Batch((images, masks), (images, masks))
 
-    def _draw(self, images: Tensor, count: int, seed: int) -> Tensor:
+    def _draw(self, size: tuple[int, int], count: int, seed: int) -> Tensor:
         height, width = self._patch_size
         return draw_masks(
             count,
-            (images.shape[2] // height, images.shape[3] // width),
+            (size[0] // height, size[1] // width),
             ratio=self._masked.ratio,
             block=self._masked.block,
             generator=torch.Generator().manual_seed(seed),
         )
+
+
+def _size(images: Tensor) -> tuple[int, int]:
+    return images.shape[2], images.shape[3]
 
 
 def create_task(config: TrainConfig, num_classes: int, patch_size: tuple[int, int]) -> Task:
