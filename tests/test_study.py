@@ -146,7 +146,7 @@ def test_cells_have_folders_and_seeds_of_their_own(images: Path, tmp_path: Path)
         ({"study__rows": {"x y": {}, "x=y": {}}}, "would share the folder"),
         ({"study__rows": {"x": {"optimizer.lr": -1.0}}}, "row 'x' of the study: optimizer.lr is -1.0"),
         ({"study__rows": {"none": {}}}, "has the name of an encoding's row or of a reference"),
-        ({"study__rows": {"mean colour": {}}}, "has the name of an encoding's row or of a reference"),
+        ({"study__rows": {"visible mean": {}}}, "has the name of an encoding's row or of a reference"),
         *[
             ({"study__rows": {name: {}}}, "but a name of a row is text")
             for name in ("..", "", "a/b", "a|b", "$x$", "x" * 61)
@@ -170,7 +170,7 @@ def test_models_are_built_before_the_first_training(images: Path, tmp_path: Path
     with pytest.raises(ValueError, match=r"row 'x' of the study: .*no option 'b'"):
         run_study(config)
     config = toy(images, tmp_path / "out", study__rows={"x": {"data.train_sizes": ["20"]}})
-    with pytest.raises(ValueError, match="row 'x' of the study: data.train_sizes: size 20 is not divisible"):
+    with pytest.raises(ValueError, match=r"row 'x' of the study: data\.train_sizes: size 20 is not divisible"):
         run_study(config)
     patch = {"model.options": {"patch_size": 4}}
     with pytest.raises(
@@ -244,7 +244,8 @@ def test_a_study_from_end_to_end(images: Path, tmp_path: Path, capsys: pytest.Ca
     assert found["none", 0, "16", "none"]["r2"] != found["none", 1, "16", "none"]["r2"]
     text = files[2].read_text()
     assert "| neighbour average | none |" in text
-    assert len(said) == 6
+    assert len(said) == 7
+    assert said[0].startswith("3 rows x 2 seeds in ")
     assert capsys.readouterr().out == ""
     # A damaged file of the references is made anew.
     (tmp_path / "out" / "references.json").write_text("{}")
@@ -253,7 +254,7 @@ def test_a_study_from_end_to_end(images: Path, tmp_path: Path, capsys: pytest.Ca
     again, _ = run_study(config, said.append)
     assert again == rows
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "cells").rglob("*.*")}
-    assert "6 of 6 trainings are finished already" in said[-1]
+    assert "0 of 6 trainings are to be done" in said[-1]
     # A cell is a run folder like any other.
     cell = tmp_path / "out" / "cells" / "none" / "seed-0"
     assert cli.main(["evaluate", str(cell), "--sizes", "16", "--workers", "0", "--no-progress", "--device", "cpu"]) == 0
@@ -340,7 +341,7 @@ def test_a_killed_study_goes_on(images: Path, tmp_path: Path) -> None:
         time.sleep(0.05)
     finished = {path: path.stat().st_mtime_ns for path in cells.glob("*/*/cell.json")}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    assert f"{len(finished)} of 4 trainings are finished already" in done.stdout
+    assert f"{4 - len(finished)} of 4 trainings are to be done" in done.stdout
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
     # In one go and in this process, the same numbers.
     unbroken = replace(
@@ -415,7 +416,7 @@ def row(name: str, seed: int | None, method: str, r2: float | None, size: str = 
 
 
 ROWS = [
-    row("mean colour", None, "none", 0.2),
+    row("visible mean", None, "none", 0.2),
     *(row("a", seed, "none", 0.5 + 0.01 * seed) for seed in range(3)),
     *(row("a", seed, "ntk", 0.6 + 0.02 * seed) for seed in range(3)),
     *(row("b", seed, "none", (0.45, 0.52, 0.40)[seed]) for seed in range(3)),
@@ -478,7 +479,7 @@ def test_a_study_without_values_has_tables(tmp_path: Path) -> None:
 def test_the_tables_say_mean_spread_and_verdict() -> None:
     text = format_study(ROWS, "a")
     assert "R2 x 100 at image sizes in pixels (trained at 24); mean (least to most) of 3 seeds; 7 images of d." in text
-    assert "| mean colour | none | 20.0 |  |" in text
+    assert "| visible mean | none | 20.0 |  |" in text
     assert "| a | none | 51.0 (50.0 to 52.0) | 10 |" in text
     assert "| a | ntk | 62.0 (60.0 to 64.0) |  |" in text
     assert "- b: no figures for ntk: it has no ladder." in text

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vision_rope.attention import attend
+    from vision_rope.checkpoint import load_run
     from vision_rope.convert import add_position, create_model, set_extension
     from vision_rope.positions import augment_positions, centred_positions, grid_positions, with_prefix
     from vision_rope.rope import Rope, extend
@@ -25,6 +26,7 @@ _HOMES = {
     "rope": ("Rope", "extend"),
     "rope_presets": ("preset", "presets"),
     "convert": ("add_position", "create_model", "set_extension"),
+    "checkpoint": ("load_run",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -38,6 +40,7 @@ __all__ = [
     "create_model",
     "extend",
     "grid_positions",
+    "load_run",
     "pairing_permutation",
     "preset",
     "presets",

@@ -167,13 +167,17 @@ def load_strictly(model: nn.Module, state: Mapping[str, Tensor], source: str | P
 
 
 def load_start(model: nn.Module, path: str | Path) -> list[str]:
-    """Load first weights for a new training; a classifier for other classes keeps its fresh weights.
+    """Load first weights for a new training, from a file or the best ones of a run folder.
 
+    A classifier for other classes keeps its fresh weights.
     The weights may be those of masked prediction, of which a classifier takes the encoder. A learned absolute
     embedding that a run of this package trained at another size is resampled.
 
     Returns the names that were not loaded.
     """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "best.safetensors"
     state, metadata = load_weights(path)
     state = plain_names(state)
     own = model.state_dict()
@@ -187,6 +191,20 @@ def load_start(model: nn.Module, path: str | Path) -> list[str]:
     if is_masked and MASK_TOKEN not in own:
         state = {name.removeprefix("encoder."): state[name] for name in state if name.startswith("encoder.")}
     state = _fit_absolute(model, state, metadata)
+    try:
+        return _load_but_head(model, state, path, is_masked=is_masked)
+    except ValueError as error:
+        if "config" not in metadata:
+            raise
+        made = from_yaml(metadata["config"]).model
+        raise ValueError(
+            f"{error}; they are of model.name {made.name}, model.position {made.position}, model.options {made.options}"
+        ) from error
+
+
+def _load_but_head(model: nn.Module, state: dict[str, Tensor], path: Path, *, is_masked: bool) -> list[str]:
+    """Load weights into all of a model, but for the classifier of a masked run's or of other classes."""
+    own = model.state_dict()
     if not hasattr(model, "get_classifier"):
         load_strictly(model, state, path)
         return []

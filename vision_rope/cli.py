@@ -115,7 +115,7 @@ def _add_evaluate(commands: Any) -> None:
     )
     add = parser.add_argument
     add("target", metavar="RUN_OR_TIMM_NAME", help="folder of a run, or a name such as vit_small_patch16_rope_224")
-    add("--data", help="elpv, folder:PATH or a timm dataset name [the run's own]")
+    add("--data", help="elpv, folder:PATH, images:PATH (masked runs) or a timm dataset name [the run's own]")
     add("--root", help="folder that timm dataset names are looked up in")
     add("--split", help="name of the split [the validation split]")
     add("--sizes", help="sizes in pixels: 64,96,192x256 (rows x columns) [the run's own, else the training size]")

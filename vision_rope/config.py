@@ -33,7 +33,8 @@ class ModelConfig:
         keep_absolute: keep the backbone's own absolute embedding beside the position encoding.
         options: keyword arguments for timm.create_model, for instance {embed_dim: 128, depth: 6}.
         pretrained: start from timm's weights of that name.
-        checkpoint: start from the weights in this .safetensors file; of a masked run, from those of its encoder.
+        checkpoint: start from the weights in this .safetensors file or run folder (best ones); of a masked run, from
+            those of its encoder.
     """
 
     name: str = "vit_small_patch16_224"
@@ -60,7 +61,7 @@ class DataConfig:
         download: let timm and torchvision download the data set.
         size: training image size in pixels: one number or height and width.
         train_sizes: every batch has a random one of these sizes (twice in the list: twice as often); empty trains at
-            `size`, which stays the size of validation.
+            `size`, which stays that of validation; extension then counts from the largest.
         interpolation: how images are resized.
         mean: per-channel mean of pixels in [0, 1].
         std: per-channel standard deviation of pixels in [0, 1].
@@ -315,7 +316,7 @@ def load_study(argv: Sequence[str]) -> StudyConfig:
     if "-h" in argv or "--help" in argv:
         print(flags.help_text(StudyConfig, "vision-rope study"))
         raise SystemExit(0)
-    return flags.build(StudyConfig, flags.read_words(StudyConfig, argv))
+    return flags.build(StudyConfig, flags.read_words(StudyConfig, argv, OPTIONS_OF))
 
 
 def override(config: TrainConfig, keys: Mapping[str, Any]) -> TrainConfig:
@@ -343,7 +344,8 @@ def override(config: TrainConfig, keys: Mapping[str, Any]) -> TrainConfig:
 def load_config(argv: Sequence[str]) -> TrainConfig:
     """Read a configuration from command-line words: `--config FILE.yaml` and `--section.key VALUE`, any number.
 
-    Later files win over earlier ones and flags win over files; dictionaries are merged key by key. With
+    Later files win over earlier ones and flags win over files; dictionaries are merged key by key, but another name
+    (`OPTIONS_OF`) drops the options that earlier words gave to the one before. With
     `run.resume`, what neither says is taken from the config.yaml of the run in `run.output`.
 
     Raises:
@@ -353,7 +355,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     if "-h" in argv or "--help" in argv:
         print(help_text())
         raise SystemExit(0)
-    values = flags.read_words(TrainConfig, argv)
+    values = flags.read_words(TrainConfig, argv, OPTIONS_OF)
     config = flags.build(TrainConfig, values)
     if config.run.resume and config.run.output is not None:
         stored = Path(config.run.output) / "config.yaml"

@@ -282,7 +282,12 @@ def evaluate(
             progress=progress,
             watch=draw,
         )
-        return rows, [*write_results(rows, folder_out), *pictures] if process.is_main else []
+        if not process.is_main:
+            return rows, []
+        files = [*write_results(rows, folder_out), *pictures]
+        for stale in set(folder_out.glob("reconstruction-*.png")) - set(files):
+            stale.unlink()
+        return rows, files
 
 
 def _by_class(classes: Sequence[str], accuracies: Sequence[float] | None) -> dict[str, float | None] | None:

@@ -9,7 +9,7 @@ import copy
 import difflib
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
@@ -17,8 +17,11 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 Config = TypeVar("Config")
 
 
-def read_words(kind: type, argv: Sequence[str]) -> dict[str, Any]:
+def read_words(kind: type, argv: Sequence[str], options_of: Mapping[str, str]) -> dict[str, Any]:
     """Read `--config FILE.yaml` and `--section.key VALUE` words into nested values; flags win over files.
+
+    `options_of` names keys that choose something by its name, with the key of its options: another name drops the
+    options that came before it.
 
     Raises:
         ValueError: for an unknown flag, with the nearest valid one.
@@ -27,11 +30,29 @@ def read_words(kind: type, argv: Sequence[str]) -> dict[str, Any]:
     pairs = list(_read_flags(kind, argv))
     for key, value in pairs:
         if key == "config":
-            merge(merged, read_yaml(Path(value)))
+            _merge_choices(merged, read_yaml(Path(value)), options_of)
+    given: dict[str, Any] = {}
     for key, value in pairs:
         if key != "config":
-            merge(merged, _nest(key, value))
-    return merged
+            merge(given, _nest(key, value))
+    return _merge_choices(merged, given, options_of)
+
+
+def _merge_choices(target: dict[str, Any], source: dict[str, Any], options_of: Mapping[str, str]) -> dict[str, Any]:
+    """Merge, but drop the options of what `source` replaces by another choice."""
+    for key, options in options_of.items():
+        before, after = _look_up(target, key), _look_up(source, key)
+        if after is not None and before is not None and after != before:
+            section, _, name = options.partition(".")
+            target[section].pop(name, None)
+    return merge(target, source)
+
+
+def _look_up(values: dict[str, Any], key: str) -> Any:
+    """The value of a dotted name in nested values, or None."""
+    section, _, name = key.partition(".")
+    inner = values.get(section)
+    return inner.get(name) if isinstance(inner, dict) else None
 
 
 def to_yaml(config: Any) -> str:

@@ -61,7 +61,14 @@ def plot_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None
     note = "; hollow: rows x columns at the side of equal area" if oblong else ""
     figure.supxlabel(f"image size (pixels){note}", fontsize=9)
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5), frameon=False, fontsize=10)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper center",
+        ncols=_legend_columns(figure, len(labels)),
+        frameon=False,
+        fontsize=10,
+    )
     _save(figure, Path(path))
 
 
@@ -104,13 +111,17 @@ def plot_study(rows: Sequence[Mapping[str, Any]], metric: str, path: str | Path)
         panel.spines[["top", "right"]].set_visible(False)
     for panel in list(axes.flat)[len(names) :]:
         panel.set_visible(False)
-    figure.supxlabel("image size (pixels)", fontsize=9)
-    figure.supylabel(f"{PANELS.get(metric, metric)} x 100; bands: range of the seeds", fontsize=9)
+    figure.supxlabel("image size (pixels); bands: range of the seeds", fontsize=9)
+    figure.supylabel(f"{PANELS.get(metric, metric)} x 100", fontsize=9)
     entries = {
         label: handle for panel in axes.flat for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     figure.legend(
-        entries.values(), entries.keys(), loc="outside upper center", ncols=min(len(entries), 6) or 1, frameon=False
+        entries.values(),
+        entries.keys(),
+        loc="outside upper center",
+        ncols=_legend_columns(figure, len(entries)),
+        frameon=False,
     )
     _save(figure, Path(path))
 
@@ -136,6 +147,11 @@ def plot_images(lines: Mapping[str, Tensor], path: str | Path) -> None:
             panel.spines[:].set_visible(False)
         line[0].set_ylabel(name, fontsize=8)
     _save(figure, Path(path))
+
+
+def _legend_columns(figure: Any, entries: int) -> int:
+    """As many columns as fit beside each other: an entry takes an inch and a half."""
+    return max(min(entries, int(figure.get_figwidth() // 1.5)), 1)
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -56,6 +56,6 @@ def _spread(colours: Tensor, patch_size: tuple[int, int]) -> Tensor:
 
 
 REFERENCES: dict[str, type[MeanColour] | type[NeighbourAverage]] = {
-    "mean colour": MeanColour,
+    "visible mean": MeanColour,
     "neighbour average": NeighbourAverage,
 }

@@ -70,7 +70,8 @@ def check_output(config: TrainConfig) -> None:
         if config.run.overwrite and not is_run:
             raise ValueError(f"run.output {folder} holds files but no run (no config.yaml); give another folder")
         if not config.run.overwrite:
-            remedy = "--run.resume true to go on with it, --run.overwrite true to start anew, or " if is_run else ""
+            resume = "--run.resume true to go on with it, " if find_last(folder) is not None else ""
+            remedy = f"{resume}--run.overwrite true to start anew, or " if is_run else ""
             raise ValueError(f"run.output {folder} is not empty; give {remedy}another folder")
 
 

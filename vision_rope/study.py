@@ -125,8 +125,8 @@ def _check_row(name: Any, keys: Any, *, taken: Sequence[str]) -> None:
     """Refuse a name that could not stand in a table, a figure and a path, and keys that rows must share."""
     if not isinstance(name, str) or not ROW_NAME.fullmatch(name):
         raise ValueError(
-            f"study.rows holds {name!r}, but a name of a row is text of at most 60 letters, digits, blanks and .,+=()_- "
-            "that begins with a letter or a digit"
+            f"study.rows holds {name!r}, but a name of a row is text of at most 60 letters, digits, blanks and "
+            ".,+=()_- that begins with a letter or a digit"
         )
     if name in taken:
         raise ValueError(f"study.rows.{name} has the name of an encoding's row or of a reference; choose another")
@@ -210,8 +210,10 @@ def _run_locked(
         _remove(output)
     write_whole(output / "study.yaml", to_yaml(replace(config, run=replace(config.run, overwrite=False))).encode())
     waiting = [cell for cell in cells if cell.load() is None]
-    if len(waiting) < len(cells):
-        report(f"{len(cells) - len(waiting)} of {len(cells)} trainings are finished already, in {output / CELLS}")
+    seeds = config.study.num_seeds
+    report(
+        f"{len(cells) // seeds} rows x {seeds} seeds in {output}; {len(waiting)} of {len(cells)} trainings are to be done"
+    )
     _run_cells(waiting, config, report)
     references = _references(config, output)
     rows: list[Row] = []

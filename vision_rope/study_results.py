@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from vision_rope.checkpoint import write_whole
+from vision_rope.references import REFERENCES
 from vision_rope.results import METRICS, Row, write_csv
 
 # A difference counts as resolved where at least so many seeds agree on its sign and none disagrees.
 ENOUGH_SEEDS = 3
+# Differences below this, a twentieth of a point, are those of rounding.
+NOTHING = 5e-4
+VERDICT = (
+    f"Higher and lower: all seeds agree, and there are at least {ENOUGH_SEEDS}; chance alone makes three agree one time in "
+    "four."
+)
 
 
 def choose_metric(rows: Sequence[Row]) -> str:
@@ -57,8 +64,8 @@ def compare_pairs(rows: Sequence[Row], metric: str, baseline: str) -> list[dict[
         seeds = [seed for a, b, c, seed in found if (a, b, c) == (name, size, method)]
         seeds = [seed for seed in seeds if (other, size, plain, seed) in found]
         differences = [found[name, size, method, seed] - found[other, size, plain, seed] for seed in seeds]
-        # Below the trained size a method changes nothing.
-        if not differences or not any(differences):
+        # Below the trained size a method changes nothing but the last digits.
+        if not differences or max(map(abs, differences)) < NOTHING:
             continue
         one_sign = min(differences) > 0 or max(differences) < 0
         pairs.append(
@@ -86,13 +93,11 @@ def format_study(rows: Sequence[Row], baseline: str) -> str:
     known = [row for row in rows if row.get(metric) is not None]
     sizes = list(dict.fromkeys(row["size"] for row in sorted(known, key=lambda row: row["height"] * row["width"])))
     facts = next(iter(known), {})
-    # The largest size of a row that was trained at random ones.
-    trained = list(dict.fromkeys(str(row["train_size"]) for row in known))
     seeds = len({row["seed"] for row in known if row["seed"] is not None}) or 1
     lines = [
-        f"{METRICS[metric]} x 100 at image sizes in pixels (trained at {' or '.join(trained)}); "
+        f"{METRICS[metric]} x 100 at image sizes in pixels (trained at {_trained(known)}); "
         + (f"mean (least to most) of {seeds} seeds; " if seeds > 1 else "one seed; ")
-        + f"{facts.get('images')} images of {facts.get('data')}.",
+        + f"{facts.get('images')} images of {facts.get('data')}. A method that changes nothing in a row has no line.",
         "",
         "| row | method | " + " | ".join(sizes) + " | CPU s a training |",
         "|---|---|" + "---:|" * (len(sizes) + 1),
@@ -105,14 +110,34 @@ def format_study(rows: Sequence[Row], baseline: str) -> str:
         spent = {row["seed"]: row["cpu_seconds"] for row in members if row.get("cpu_seconds") is not None}
         cost = f"{sum(spent.values()) / len(spent):.0f}" if method == "none" and spent else ""
         lines.append(f"| {name} | {method} | {' | '.join(cells)} | {cost} |")
-    lines += ["", *_reasons(rows)]
+    if reasons := [*_definitions(known), *_reasons(rows)]:
+        lines += ["", *reasons]
     for title, chosen in (
         ("A method against none, the same trained weights", [pair for pair in pairs if pair["kind"] == "method"]),
         ("A row against the baseline, the same seeds", [pair for pair in pairs if pair["kind"] == "row"]),
     ):
         if chosen:
-            lines += ["", f"{title}: differences by seed, times 100.", "", *_pair_table(chosen)]
+            lines += ["", f"{title}: differences by seed, times 100. {VERDICT}", "", *_pair_table(chosen)]
     return "\n".join(lines) + "\n"
+
+
+def _trained(rows: Sequence[Row]) -> str:
+    """The size of most rows, and what others were trained at: their largest size, where sizes were random."""
+    sizes = {row["row"]: str(row["train_size"]) for row in rows}
+    usual = max(sizes.values(), key=list(sizes.values()).count, default="-")
+    others = [f"{name} up to {size}" for name, size in sizes.items() if size != usual]
+    return "; ".join([usual, *others])
+
+
+def _definitions(rows: Sequence[Row]) -> list[str]:
+    """What the untrained lines of a table are."""
+    names = dict.fromkeys(row["row"] for row in rows if row["seed"] is None)
+    return [f"- {name}, untrained: {_sentence(REFERENCES[name])}" for name in names if name in REFERENCES]
+
+
+def _sentence(kind: type) -> str:
+    text = " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
+    return text[:1].lower() + text[1:]
 
 
 def _reasons(rows: Sequence[Row]) -> list[str]:

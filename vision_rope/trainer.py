@@ -366,8 +366,9 @@ class Trainer:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         start = f"from epoch {self.epoch + 1} on" if self.epoch else ""
         licence = f" (licence {self.train_loader.dataset.licence})" if self.train_loader.dataset.licence else ""
+        origin = f" from {config.model.checkpoint}" if config.model.checkpoint else ""
         parts = [
-            f"{config.model.name} with {config.model.position}, {parameters / 1e6:.2f} M parameters",
+            f"{config.model.name} with {config.model.position}{origin}, {parameters / 1e6:.2f} M parameters",
             f"{config.data.source}{licence}, {self._describe_data()}",
             f"{config.schedule.epochs} epochs of {len(self.train_loader)} steps {start}".rstrip(),
             f"{self.world.device} x {self.world.world_size}, {str(self.dtype).removeprefix('torch.')}",
