@@ -254,7 +254,7 @@ def test_a_study_from_end_to_end(images: Path, tmp_path: Path, capsys: pytest.Ca
     again, _ = run_study(config, said.append)
     assert again == rows
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "cells").rglob("*.*")}
-    assert "0 of 6 trainings are to be done" in said[-1]
+    assert "0 of 6 trainings to do" in said[-1]
     # A cell is a run folder like any other.
     cell = tmp_path / "out" / "cells" / "none" / "seed-0"
     assert cli.main(["evaluate", str(cell), "--sizes", "16", "--workers", "0", "--no-progress", "--device", "cpu"]) == 0
@@ -341,7 +341,7 @@ def test_a_killed_study_goes_on(images: Path, tmp_path: Path) -> None:
         time.sleep(0.05)
     finished = {path: path.stat().st_mtime_ns for path in cells.glob("*/*/cell.json")}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    assert f"{4 - len(finished)} of 4 trainings are to be done" in done.stdout
+    assert f"{4 - len(finished)} of 4 trainings to do" in done.stdout
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
     # In one go and in this process, the same numbers.
     unbroken = replace(

@@ -25,9 +25,9 @@ class MeanColour(nn.Module):
 
 
 class NeighbourAverage(nn.Module):
-    """Predicts, for every hidden patch, the mean colours of visible patches, weighted by exp(-distance / reach).
+    """Predicts, for every hidden patch, the mean colours of visible patches, weighted by exp(-distance / 0.35 patches).
 
-    Units: reach in patches; the distance is that of the patches' centres.
+    Units: reach, 0.35 where nothing else is given, in patches; the distance is that of the patches' centres.
     """
 
     def __init__(self, patch_size: tuple[int, int], reach: float = 0.35) -> None:

@@ -211,9 +211,7 @@ def _run_locked(
     write_whole(output / "study.yaml", to_yaml(replace(config, run=replace(config.run, overwrite=False))).encode())
     waiting = [cell for cell in cells if cell.load() is None]
     seeds = config.study.num_seeds
-    report(
-        f"{len(cells) // seeds} rows x {seeds} seeds in {output}; {len(waiting)} of {len(cells)} trainings are to be done"
-    )
+    report(f"{len(cells) // seeds} rows x {seeds} seeds in {output}; {len(waiting)} of {len(cells)} trainings to do")
     _run_cells(waiting, config, report)
     references = _references(config, output)
     rows: list[Row] = []

@@ -15,8 +15,8 @@ ENOUGH_SEEDS = 3
 # Differences below this, a twentieth of a point, are those of rounding.
 NOTHING = 5e-4
 VERDICT = (
-    f"Higher and lower: all seeds agree, and there are at least {ENOUGH_SEEDS}; chance alone makes three agree one time in "
-    "four."
+    f"Higher and lower: all seeds agree, and there are at least {ENOUGH_SEEDS}; chance alone makes three agree one "
+    "time in four."
 )
 
 
