@@ -252,7 +252,14 @@ def test_a_study_from_end_to_end(images: Path, tmp_path: Path, capsys: pytest.Ca
     # Everything is kept: the second run trains nothing and says the same.
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "cells").rglob("*.*")}
     again, _ = run_study(config, said.append)
-    assert again == rows
+    # The references were measured anew, so that their speed may differ.
+    speed = ("images_per_second", "peak_memory_mb")
+    trained = [row for row in rows if row["seed"] is not None]
+    assert [row for row in again if row["seed"] is not None] == trained
+    for mine, theirs in zip(again, rows, strict=True):
+        assert {key: mine[key] for key in mine if key not in speed} == {
+            key: theirs[key] for key in theirs if key not in speed
+        }
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "cells").rglob("*.*")}
     assert "0 of 6 trainings to do" in said[-1]
     # A cell is a run folder like any other.
