@@ -9,16 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vision_rope.config import (
-    TrainConfig,
-    changed_keys,
-    check_config,
-    help_text,
-    load_config,
-    load_study,
-    load_yaml,
-    to_yaml,
-)
+from vision_rope.config import TrainConfig, changed_keys, help_text, load_config, load_yaml, to_yaml
+from vision_rope.rules import check_config
+from vision_rope.study_config import load_study
 
 FILES = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
 STUDIES = [path for path in FILES if path.stem.startswith("study")]

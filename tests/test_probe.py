@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vision_rope
-from vision_rope import cli
+from vision_rope import cli, feature_classifiers
 from vision_rope import probe as probing
 from vision_rope.checkpoint import build_model, load_run, save_weights
 from vision_rope.config import (
@@ -31,15 +31,12 @@ from vision_rope.config import (
     to_yaml,
 )
 from vision_rope.data import decode_image, eval_transform
+from vision_rope.feature_classifiers import L2_STRENGTHS, fit_best, fit_linear, knn_votes
 from vision_rope.parallel import Distributed
 from vision_rope.preparation import build_start
 from vision_rope.probe import (
-    L2_STRENGTHS,
     extract_features,
-    fit_best,
-    fit_linear,
     format_probe,
-    knn_votes,
     probe,
     probe_features,
     write_probe,
@@ -160,7 +157,7 @@ def newton(features: Tensor, labels: Tensor, num_classes: int, l2: float) -> tup
 
 @pytest.mark.parametrize("part", [1, 40, 10_000])
 def test_neighbours_vote_as_in_a_plain_loop(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "PART", part)  # one image, one or two, all images at a time
+    monkeypatch.setattr(feature_classifiers, "PART", part)  # one image, one or two, all images at a time
     rng = np.random.default_rng(0)
     train, images, labels = rng.normal(size=(23, 5)), rng.normal(size=(9, 5)), rng.integers(0, 4, 23)
     expected = np.zeros((9, 4))
@@ -197,7 +194,7 @@ def test_neighbours_see_directions_not_lengths() -> None:
 def test_the_linear_probe_is_the_optimum_that_newton_finds(
     l2: float, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probing, "PART", part)
+    monkeypatch.setattr(feature_classifiers, "PART", part)
     features, labels = blobs([40, 25, 15], 7, 2.0)
     fit = fit_linear(features, labels, 3, l2=l2)
     weight, bias = newton(features, labels, 3, l2)
@@ -228,7 +225,7 @@ def test_autograd_finds_no_way_down_from_the_linear_probe(l2: float) -> None:
 
 
 def test_correlated_features_take_tens_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "MAX_ITERATIONS", 60)
+    monkeypatch.setattr(feature_classifiers, "MAX_ITERATIONS", 60)
     generator = torch.Generator().manual_seed(0)
     common, own = torch.randn(300, 4, generator=generator), torch.randn(300, 40, generator=generator)
     features = common @ torch.randn(4, 40, generator=generator) + 0.03 * own
@@ -237,24 +234,24 @@ def test_correlated_features_take_tens_of_steps(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_gradient_says_how_far_an_unfinished_fit_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "MAX_ITERATIONS", 1)
+    monkeypatch.setattr(feature_classifiers, "MAX_ITERATIONS", 1)
     assert fit_linear(*blobs([30, 20], 12, 1.0), 2, l2=1e-5).gradient > 1e-3
 
 
 def test_every_fifth_image_of_a_class_is_held_out() -> None:
     labels = torch.tensor([0, 1, 2, 0] * 10 + [3, 4, 4])[torch.randperm(43, generator=torch.Generator().manual_seed(1))]
-    held_out = probing._hold_out(labels, 0)
+    held_out = feature_classifiers._hold_out(labels, 0)
     # 20, 10, 10, 1 and 2 images.
     assert labels[held_out].bincount(minlength=5).tolist() == [4, 2, 2, 0, 1]
-    assert torch.equal(held_out, probing._hold_out(labels, 0))
-    assert not torch.equal(held_out, probing._hold_out(labels, 1))
+    assert torch.equal(held_out, feature_classifiers._hold_out(labels, 0))
+    assert not torch.equal(held_out, feature_classifiers._hold_out(labels, 1))
 
 
 def test_the_strength_is_that_of_the_best_held_out_likelihood() -> None:
     chosen = []
     for spread, dim in ((0.2, 5), (8.0, 5), (30.0, 20)):
         features, labels = blobs([40, 40, 40], dim, spread)
-        held_out = probing._hold_out(labels, 4)
+        held_out = feature_classifiers._hold_out(labels, 4)
         losses = {}
         for l2 in L2_STRENGTHS:
             weight, bias = newton(features[~held_out], labels[~held_out], 3, l2)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from vision_rope.config import load_study
 from vision_rope.encodings import ENCODINGS
 from vision_rope.extension import EXTENSIONS
 from vision_rope.rope_presets import PRESETS
+from vision_rope.study_config import load_study
 from vision_rope.study_results import format_study
 
 ROOT = Path(__file__).parent.parent

@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vision_rope import cli, study
-from vision_rope.config import StudyConfig, flags, override, to_yaml
+from vision_rope import cli, flags, study
+from vision_rope.config import to_yaml
 from vision_rope.encodings import ENCODINGS
 from vision_rope.rope_presets import PRESETS
-from vision_rope.study import Cell, plan, run_cell, run_study, study_rows
+from vision_rope.study import run_cell, run_study
+from vision_rope.study_config import StudyConfig, override
+from vision_rope.study_plan import Cell, plan, study_rows
 from vision_rope.study_results import compare_pairs, format_study, write_study
 
 TOY: dict[str, Any] = {

@@ -77,6 +77,23 @@ class Killed(BaseException):
     """Stands for SIGKILL: no handler of ordinary errors catches it."""
 
 
+def train_until_killed(config: TrainConfig, kill_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train until that many updates are made."""
+    update, count = Trainer._update, 0
+
+    def stop(self: Trainer) -> None:
+        nonlocal count
+        if count == kill_at:
+            raise Killed
+        count += 1
+        update(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_update", stop)
+        with pytest.raises(Killed):
+            train(config)
+
+
 def results(folder: Path) -> dict[str, object]:
     """All that a run came to but how long it took."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -103,19 +120,7 @@ def test_a_run_killed_anywhere_and_resumed_equals_the_unbroken_one(configure, tm
     An epoch has 3 batches and 2 updates: the kills come after an epoch's end, in its middle and before its last step.
     """
     train(configure(*EVERYTHING_RANDOM, output="unbroken"))
-    update, count = Trainer._update, 0
-
-    def stop(self: Trainer) -> None:
-        nonlocal count
-        if count == kill_at:
-            raise Killed
-        count += 1
-        update(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_update", stop)
-        with pytest.raises(Killed):
-            train(configure(*EVERYTHING_RANDOM))
+    train_until_killed(configure(*EVERYTHING_RANDOM), kill_at, monkeypatch)
     torch.manual_seed(1234)
     if kill_at < 2:
         with pytest.raises(
@@ -600,19 +605,7 @@ def test_a_masked_run_learns_draws_and_sweeps(mask, tmp_path, capsys, encoder):
 def test_a_masked_run_killed_and_resumed_equals_the_unbroken_one(mask, tmp_path, monkeypatch, encoder, kill_at):
     """Failure class 21, bit for bit: masks and random sizes too. An epoch has 3 batches and 2 updates."""
     train(mask(*MASKED_RANDOM, encoder=encoder, output="unbroken"))
-    update, count = Trainer._update, 0
-
-    def stop(self: Trainer) -> None:
-        nonlocal count
-        if count == kill_at:
-            raise Killed
-        count += 1
-        update(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_update", stop)
-        with pytest.raises(Killed):
-            train(mask(*MASKED_RANDOM, encoder=encoder))
+    train_until_killed(mask(*MASKED_RANDOM, encoder=encoder), kill_at, monkeypatch)
     torch.manual_seed(1234)
     train(load_config(["--run.resume", "--run.output", str(tmp_path / "run")]))
     assert_same_run(tmp_path / "run", tmp_path / "unbroken")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_rope.config import TrainConfig, from_yaml, load_yaml
+from vision_rope.sizes import pixel_size
 
 # torch.compile and DDP put these before the names of the parameters.
 WRAPPER_PREFIXES = ("_orig_mod.", "module.")
@@ -242,8 +243,7 @@ def _fit_absolute(model: Any, state: dict[str, Tensor], metadata: Mapping[str, s
     if "config" not in metadata or not wanted:
         return state
     config = from_yaml(metadata["config"])
-    size = config.model.options.get("img_size", config.data.size)
-    height, width = (size, size) if isinstance(size, int) else size
+    height, width = pixel_size(config.model.options.get("img_size", config.data.size))
     patch = model.patch_embed.patch_size
     grid = (height // patch[0], width // patch[1])
     return {**state, **{name: parts[name].fit_absolute(state[name], grid) for name in wanted}}

@@ -124,10 +124,7 @@ def _add_evaluate(commands: Any) -> None:
     add("--crop-pct", type=float, help="resize the short side to size / this, then crop the centre [the run's, else 1]")
     add("--batch-size", type=int, help="images a forward pass [the run's own, else 64]")
     add("--max-images", type=int, help="judge by that many images, evenly spread [the run's own, else all]")
-    add("--workers", type=int, default=2, help="loader processes [2]")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps [auto]")
-    add("--precision", default="auto", choices=["auto", "fp32", "bf16"], help="[auto: bf16 where it is fast]")
-    add("--no-progress", action="store_true", help="no progress bar")
+    _add_computing(parser)
     run = parser.add_argument_group("run folders")
     run.add_argument(
         "--weights", default="best", choices=["best", "last", "ema"], help="which weights of the run [best]"
@@ -166,11 +163,17 @@ def _add_probe(commands: Any) -> None:
     add("--temperature", type=float, default=0.07, help="votes are exp(similarity / this) [0.07]")
     add("--out", help="folder for the results [RUN/probe]")
     add("--batch-size", type=int, help="images a forward pass [the run's own]")
+    _add_computing(parser)
+    parser.set_defaults(run=_probe, parser=parser)
+
+
+def _add_computing(parser: Any) -> None:
+    """Flags of commands that run a model: where and how it computes."""
+    add = parser.add_argument
     add("--workers", type=int, default=2, help="loader processes [2]")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps [auto]")
     add("--precision", default="auto", choices=["auto", "fp32", "bf16"], help="[auto: bf16 where it is fast]")
     add("--no-progress", action="store_true", help="no progress bar")
-    parser.set_defaults(run=_probe, parser=parser)
 
 
 def _train(words: Sequence[str]) -> int:
@@ -186,7 +189,7 @@ def _train(words: Sequence[str]) -> int:
 
 def _study(words: Sequence[str]) -> int:
     if "-h" in words or "--help" in words:
-        from vision_rope.config import load_study
+        from vision_rope.study_config import load_study
 
         load_study(["--help"])
     from vision_rope.study import main as study_main

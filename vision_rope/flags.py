@@ -30,16 +30,19 @@ def read_words(kind: type, argv: Sequence[str], options_of: Mapping[str, str]) -
     pairs = list(_read_flags(kind, argv))
     for key, value in pairs:
         if key == "config":
-            _merge_choices(merged, read_yaml(Path(value)), options_of)
+            merge_choices(merged, read_yaml(Path(value)), options_of)
     given: dict[str, Any] = {}
     for key, value in pairs:
         if key != "config":
-            merge(given, _nest(key, value))
-    return _merge_choices(merged, given, options_of)
+            merge(given, nest(key, value))
+    return merge_choices(merged, given, options_of)
 
 
-def _merge_choices(target: dict[str, Any], source: dict[str, Any], options_of: Mapping[str, str]) -> dict[str, Any]:
-    """Merge, but drop the options of what `source` replaces by another choice."""
+def merge_choices(target: dict[str, Any], source: dict[str, Any], options_of: Mapping[str, str]) -> dict[str, Any]:
+    """Merge nested keys of `source` into `target` and return it, without the options of what another choice replaces.
+
+    `options_of`: see `read_words`.
+    """
     for key, options in options_of.items():
         before, after = _look_up(target, key), _look_up(source, key)
         if after is not None and before is not None and after != before:
@@ -77,7 +80,7 @@ def build(kind: type[Config], values: dict[str, Any]) -> Config:
             raise ValueError(_unknown(kind, key, "key"))
         if value is None and not _is_optional(known[key]):
             raise ValueError(f"{key} is empty, but it must be {_describe(known[key])}")
-        merge(tidy, _nest(key, _tidy(known[key], key, value)))
+        merge(tidy, nest(key, _tidy(known[key], key, value)))
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind)
     try:
@@ -254,7 +257,8 @@ def flatten(kind: type, values: dict[str, Any]) -> list[tuple[str, Any]]:
     return flat
 
 
-def _nest(key: str, value: Any) -> dict[str, Any]:
+def nest(key: str, value: Any) -> dict[str, Any]:
+    """{"a": {"b": value}} of "a.b"."""
     for word in reversed(key.split(".")):
         value = {word: value}
     return value

@@ -9,7 +9,7 @@ from torch import nn
 from vision_rope import checkpoint
 from vision_rope.config import TrainConfig
 from vision_rope.parallel import Distributed
-from vision_rope.sizes import check_sizes, largest_size, parse_sizes, training_sizes
+from vision_rope.sizes import check_sizes, largest_size, parse_sizes, pixel_size, training_sizes
 from vision_rope.tasks import create_task
 
 if TYPE_CHECKING:
@@ -102,9 +102,8 @@ def check_sweep(config: TrainConfig, model: nn.Module) -> None:
     from vision_rope.evaluate import check_methods
 
     patch_size = tuple(model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
-    size = config.data.size
     named = {
-        "data.size": [(size, size) if isinstance(size, int) else size],
+        "data.size": [pixel_size(config.data.size)],
         "data.train_sizes": training_sizes(config.data) if config.data.train_sizes else [],
         "evaluation.sizes": parse_sizes(config.evaluation.sizes) if config.evaluation.sizes else [],
     }

@@ -36,8 +36,7 @@ def write_results(rows: Sequence[Row], folder: str | Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     names = ["evaluation.csv", "evaluation.json", "per_class.csv", "evaluation.png"]
     paths = [folder / name for name in names]
-    flat = [{key: value for key, value in row.items() if key != "per_class"} for row in rows]
-    write_csv(paths[0], flat)
+    write_csv(paths[0], without_classes(rows))
     write_whole(paths[1], (json.dumps(list(rows), indent=2, allow_nan=False) + "\n").encode())
     by_class = [
         {"size": row["size"], "method": row["method"], "class": name, "accuracy": accuracy}
@@ -48,6 +47,11 @@ def write_results(rows: Sequence[Row], folder: str | Path) -> list[Path]:
         write_csv(paths[2], by_class)
     plot_evaluation(rows, paths[3])
     return [path for path in paths if by_class or path != paths[2]]
+
+
+def without_classes(rows: Sequence[Row]) -> list[Row]:
+    """The rows without the accuracies by class, which are no figure but many."""
+    return [{key: value for key, value in row.items() if key != "per_class"} for row in rows]
 
 
 def format_table(rows: Sequence[Row]) -> str:

@@ -51,6 +51,11 @@ def format_size(size: tuple[int, int]) -> str:
     return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
 
 
+def pixel_size(size: int | Sequence[int]) -> Size:
+    """Both sides of a size of which a configuration may name one: 224 -> (224, 224)."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
 def training_sizes(section: DataConfig) -> list[tuple[int, int]]:
     """Sizes that training batches have, (height, width) in pixels; a size may come more than once."""
     if section.train_sizes:
@@ -58,8 +63,7 @@ def training_sizes(section: DataConfig) -> list[tuple[int, int]]:
             return [parse_size(size) for size in section.train_sizes]
         except ValueError as error:
             raise ValueError(f"data.train_sizes: {error}") from error
-    size = section.size
-    return [(size, size) if isinstance(size, int) else (size[0], size[1])]
+    return [pixel_size(section.size)]
 
 
 def largest_size(section: DataConfig) -> tuple[int, int]:

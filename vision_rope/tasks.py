@@ -21,8 +21,6 @@ from vision_rope.masking import draw_masks, paste
 from vision_rope.metrics import ClassificationMetrics, MaskedMetrics
 from vision_rope.sizes import format_size
 
-Row = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Batch:

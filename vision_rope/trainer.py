@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from vision_rope import checkpoint
 from vision_rope.config import (
     TrainConfig,
-    check_config,
     load_config,
     to_yaml,
 )
@@ -26,6 +25,7 @@ from vision_rope.optimization import create_optimizer, create_schedule
 from vision_rope.parallel import Distributed, choose_device, choose_precision, distributed
 from vision_rope.preparation import build_start, check_sweep, create_loaders
 from vision_rope.progress import show_progress
+from vision_rope.rules import check_config
 from vision_rope.run_folder import Row, RunFolder, check_output, default_output
 from vision_rope.sizes import training_sizes
 from vision_rope.tasks import create_task

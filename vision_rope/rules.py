@@ -1,0 +1,121 @@
+"""What no run could use: rules that the values of a configuration must keep."""
+
+from __future__ import annotations
+
+from vision_rope import flags
+from vision_rope.config import TrainConfig
+
+
+def check_config(config: TrainConfig) -> None:
+    """Refuse values that no run could use.
+
+    Raises:
+        ValueError: naming the key, its value and the rule.
+    """
+    rules = [
+        ("seed", config.seed >= 0, "must not be negative"),
+        ("batch_size", config.batch_size >= 1, "must be at least 1"),
+        (
+            "ema_decay",
+            config.ema_decay is None or 0 < config.ema_decay < 1,
+            "must be none or between 0 and 1",
+        ),
+        ("data.val_fraction", 0 < config.data.val_fraction < 1, "must lie between 0 and 1"),
+        ("data.std", min(config.data.std) > 0, "must be positive"),
+        ("loss.label_smoothing", 0 <= config.loss.label_smoothing < 1, "must be at least 0 and below 1"),
+        ("optimizer.lr", config.optimizer.lr > 0, "must be positive"),
+        ("optimizer.weight_decay", config.optimizer.weight_decay >= 0, "must not be negative"),
+        ("optimizer.accumulate", config.optimizer.accumulate >= 1, "must be at least 1"),
+        (
+            "optimizer.clip_grad",
+            config.optimizer.clip_grad is None or config.optimizer.clip_grad > 0,
+            "must be positive; none switches clipping off",
+        ),
+        (
+            "optimizer.layer_decay",
+            config.optimizer.layer_decay is None or 0 < config.optimizer.layer_decay <= 1,
+            "must be above 0 and at most 1; none switches it off",
+        ),
+        ("schedule.epochs", config.schedule.epochs >= 1, "must be at least 1"),
+        (
+            "schedule.warmup_epochs",
+            0 <= config.schedule.warmup_epochs < config.schedule.epochs,
+            f"must be at least 0 and below schedule.epochs = {config.schedule.epochs}",
+        ),
+        (
+            "schedule.warmup_lr",
+            0 <= config.schedule.warmup_lr <= config.optimizer.lr,
+            f"must lie between 0 and optimizer.lr = {config.optimizer.lr}",
+        ),
+        (
+            "schedule.min_lr",
+            0 <= config.schedule.min_lr <= config.optimizer.lr,
+            f"must lie between 0 and optimizer.lr = {config.optimizer.lr}",
+        ),
+        ("evaluation.crop_pct", 0 < config.evaluation.crop_pct <= 1, "must be above 0 and at most 1"),
+        ("evaluation.every", config.evaluation.every >= 1, "must be at least 1"),
+        (
+            "evaluation.batch_size",
+            config.evaluation.batch_size is None or config.evaluation.batch_size >= 1,
+            "must be at least 1; none takes batch_size",
+        ),
+        (
+            "evaluation.max_images",
+            config.evaluation.max_images is None or config.evaluation.max_images >= 1,
+            "must be at least 1; none takes all",
+        ),
+        ("run.num_workers", config.run.num_workers >= 0, "must not be negative"),
+        (
+            "run.resume",
+            not (config.run.resume and config.run.output is None),
+            "needs run.output, the folder of the run to go on with",
+        ),
+        (
+            "run.resume",
+            not (config.run.resume and config.run.overwrite),
+            "excludes run.overwrite; give one of them",
+        ),
+    ]
+    rules += [
+        (f"augment.{name}", 0 <= getattr(config.augment, name) <= 1, "is a probability: 0 to 1")
+        for name in ("hflip", "vflip", "erasing", "mixup_prob", "mixup_switch_prob")
+    ]
+    rules += [
+        (f"augment.{name}", getattr(config.augment, name) >= 0, "must not be negative; 0 switches it off")
+        for name in ("mixup", "cutmix", "color_jitter")
+    ]
+    rules += _task_rules(config)
+    for key, holds, rule in rules:
+        if not holds:
+            raise ValueError(f"{key} is {flags.get(config, key)}, but it {rule}")
+
+
+def _task_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
+    """Rules of the task: what belongs to another one would have no effect."""
+    masked, fresh = config.masked, TrainConfig()
+    rules = []
+    if config.task == "classification":
+        without_effect = [key for key in flags.leaves(TrainConfig) if key.startswith("masked.")]
+    else:
+        without_effect = [key for key in flags.leaves(TrainConfig) if key.startswith("loss.")]
+        without_effect += ["augment.mixup", "augment.cutmix", "optimizer.layer_decay"]
+        if masked.encoder == "all":
+            without_effect += ["masked.decoder_dim", "masked.decoder_depth", "masked.decoder_heads"]
+        rules += [
+            ("masked.ratio", 0 < masked.ratio < 1, "must lie between 0 and 1"),
+            ("masked.block", masked.block >= 1, "must be at least 1"),
+        ]
+        rules += [
+            (
+                f"masked.{name}",
+                getattr(masked, name) is None or getattr(masked, name) >= 1,
+                "must be at least 1, or none",
+            )
+            for name in ("decoder_dim", "decoder_depth", "decoder_heads")
+        ]
+    about = f"task {config.task}" + (f", masked.encoder {masked.encoder}" if config.task == "masked" else "")
+    rules += [
+        (key, flags.get(config, key) == flags.get(fresh, key), f"would have no effect with {about}; leave it out")
+        for key in without_effect
+    ]
+    return rules
