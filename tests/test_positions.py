@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 import vision_rope as vr
-from vision_rope.positions import Coordinates, rescaled_positions
+from vision_rope.positions import Coordinates, mesh, rescaled_positions
 
 
 @pytest.mark.parametrize("size", [(5,), (3, 5), (5, 3), (2, 3, 4), (1, 1), (7, 28), (14, 14)])
@@ -101,3 +101,24 @@ def test_augmentation_equals_dinov3(golden):
 def test_bad_input_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+ALL_COORDINATES = {
+    "index": Coordinates(shift=1.0, jitter=1.5, rescale=2.0),
+    "offset": Coordinates(offset=1.0, jitter=1.5),
+    "reference": Coordinates(reference=(16, 16), offset=1.0, shift=1.0),
+    "centred": Coordinates(normalize="min", rescale=2.0),
+}
+
+
+@pytest.mark.parametrize("name", ALL_COORDINATES)
+def test_an_axis_at_a_time_is_the_same_to_the_bit(name):
+    coordinates = ALL_COORDINATES[name]
+    axes = coordinates.axes(3, 5)
+    assert [len(axis) for axis in axes] == [3, 5]
+    positions = coordinates.positions(3, 5)
+    assert torch.equal(mesh(axes), positions)
+    moved = coordinates.augment(positions, torch.Generator().manual_seed(4))
+    moved_axes = coordinates.augment_axes(axes, torch.Generator().manual_seed(4))
+    assert torch.equal(mesh(moved_axes), moved)
+    assert not torch.equal(moved, positions)

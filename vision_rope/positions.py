@@ -24,8 +24,18 @@ def grid_positions(*size: int, device: torch.device | str | None = None) -> Tens
     Shapes: size (n), (h, w) or (t, h, w) -> (n, 1), (h * w, 2) or (t * h * w, 3).
     Raises: ValueError where a length is not a positive integer.
     """
-    _check_size(size)
-    return _mesh([torch.arange(length, dtype=torch.float32, device=device) for length in size])
+    return mesh(_index_axes(size, device))
+
+
+def mesh(axes: Sequence[Tensor]) -> Tensor:
+    """Positions of a grid from the coordinates of each of its axes.
+
+    Shapes: axes (n), or (h) and (w), or (t), (h) and (w) -> (tokens, axes), row-major.
+    Raises: ValueError where there is no axis.
+    """
+    if not axes:
+        raise ValueError("axes is empty; a grid needs the coordinates of at least one axis")
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
 
 
 def rescaled_positions(
@@ -37,17 +47,7 @@ def rescaled_positions(
     Raises: ValueError where size and reference disagree in their number of axes.
     Source: EVA-02 (arXiv 2303.11331), which trains on a 16 x 16 reference grid.
     """
-    _check_size(size)
-    if len(reference) != len(size):
-        raise ValueError(
-            f"reference {tuple(reference)} has {len(reference)} axes and the grid {tuple(size)} has {len(size)}; "
-            "give one reference length for each axis"
-        )
-    axes = [
-        (torch.arange(length, dtype=torch.float32, device=device) + offset) * (wanted / length)
-        for length, wanted in zip(size, reference, strict=True)
-    ]
-    return _mesh(axes)
+    return mesh(_rescaled_axes(size, reference, offset, device))
 
 
 def centred_positions(
@@ -62,20 +62,7 @@ def centred_positions(
     Raises: ValueError for an unknown normalize.
     Source: DINOv3 (arXiv 2508.10104), position embedding of its ViTs.
     """
-    _check_size(size)
-    if normalize == "separate":
-        lengths = list(size)
-    elif normalize == "min":
-        lengths = [min(size)] * len(size)
-    elif normalize == "max":
-        lengths = [max(size)] * len(size)
-    else:
-        raise ValueError(f"normalize is {normalize!r}; choose one of {', '.join(NORMALIZE)}")
-    axes = [
-        (torch.arange(length, dtype=torch.float32, device=device) + 0.5) / divisor * 2.0 - 1.0
-        for length, divisor in zip(size, lengths, strict=True)
-    ]
-    return _mesh(axes)
+    return mesh(_centred_axes(size, normalize, device))
 
 
 def with_prefix(positions: Tensor, count: int, where: Literal["front", "end"] = "front") -> Tensor:
@@ -116,22 +103,40 @@ def augment_positions(
     Raises: ValueError for a negative shift, or for a jitter or rescale below 1.
     Source: DINOv3 (arXiv 2508.10104), which trains with rescale 2.
     """
+    moved = augment_axes(positions.unbind(-1), shift=shift, jitter=jitter, rescale=rescale, generator=generator)
+    return torch.stack(moved, dim=-1)
+
+
+def augment_axes(
+    axes: Sequence[Tensor],
+    *,
+    shift: float | None = None,
+    jitter: float | None = None,
+    rescale: float | None = None,
+    generator: torch.Generator | None = None,
+) -> list[Tensor]:
+    """The coordinates of each axis moved and stretched at random, with the numbers that `augment_positions` draws.
+
+    Shapes: one tensor an axis, of any shape -> the same.
+    Raises: as `augment_positions`.
+    """
     _check_augmentation(shift, jitter, rescale)
-    axes = positions.shape[-1]
 
     def draw(count: int, bound: float) -> Tensor:
         # Drawn on the generator's device (CPU when none is given), so that one seed means one picture on any device.
         device = "cpu" if generator is None else generator.device
         drawn = torch.empty(count, dtype=torch.float32, device=device)
-        return drawn.uniform_(-bound, bound, generator=generator).to(positions.device)
+        return drawn.uniform_(-bound, bound, generator=generator).to(axes[0].device)
 
+    axes = list(axes)
     if shift is not None:
-        positions = positions + draw(axes, shift)
+        axes = [axis + moved for axis, moved in zip(axes, draw(len(axes), shift), strict=True)]
     if jitter is not None:
-        positions = positions * draw(axes, math.log(jitter)).exp()
+        axes = [axis * factor for axis, factor in zip(axes, draw(len(axes), math.log(jitter)).exp(), strict=True)]
     if rescale is not None:
-        positions = positions * draw(1, math.log(rescale)).exp()
-    return positions
+        factor = draw(1, math.log(rescale)).exp()
+        axes = [axis * factor for axis in axes]
+    return axes
 
 
 @dataclass(frozen=True)
@@ -164,13 +169,22 @@ class Coordinates:
         """Whether a larger grid stays within the range of positions seen in training."""
         return self.reference is not None or self.normalize is not None
 
+    def axes(self, *size: int, device: torch.device | str | None = None) -> list[Tensor]:
+        """Coordinates of a grid an axis at a time: one tensor of each length of size."""
+        if self.normalize is not None:
+            return _centred_axes(size, self.normalize, device)
+        if self.reference is not None:
+            return _rescaled_axes(size, self.reference, self.offset, device)
+        axes = _index_axes(size, device)
+        return [axis + self.offset for axis in axes] if self.offset else axes
+
     def positions(self, *size: int, device: torch.device | str | None = None) -> Tensor:
         """Positions (tokens, axes) of a grid in these coordinates."""
-        if self.normalize is not None:
-            return centred_positions(*size, normalize=self.normalize, device=device)
-        if self.reference is not None:
-            return rescaled_positions(*size, reference=self.reference, offset=self.offset, device=device)
-        return grid_positions(*size, device=device) + self.offset
+        return mesh(self.axes(*size, device=device))
+
+    def augment_axes(self, axes: Sequence[Tensor], generator: torch.Generator | None = None) -> list[Tensor]:
+        """Coordinates of each axis as training sees them; the same numbers as `augment` on positions."""
+        return augment_axes(axes, shift=self.shift, jitter=self.jitter, rescale=self.rescale, generator=generator)
 
     def augment(self, positions: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Positions as training sees them: moved and stretched where the coordinates say so."""
@@ -179,11 +193,42 @@ class Coordinates:
         )
 
 
-def _mesh(axes: list[Tensor]) -> Tensor:
-    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
+def _index_axes(size: Sequence[int], device: torch.device | str | None) -> list[Tensor]:
+    _check_size(size)
+    return [torch.arange(length, dtype=torch.float32, device=device) for length in size]
 
 
-def _check_size(size: tuple[int, ...]) -> None:
+def _rescaled_axes(
+    size: Sequence[int], reference: Sequence[int], offset: float, device: torch.device | str | None
+) -> list[Tensor]:
+    _check_size(size)
+    if len(reference) != len(size):
+        raise ValueError(
+            f"reference {tuple(reference)} has {len(reference)} axes and the grid {tuple(size)} has {len(size)}; "
+            "give one reference length for each axis"
+        )
+    return [
+        (axis + offset) * (wanted / length)
+        for axis, length, wanted in zip(_index_axes(size, device), size, reference, strict=True)
+    ]
+
+
+def _centred_axes(size: Sequence[int], normalize: Normalize, device: torch.device | str | None) -> list[Tensor]:
+    _check_size(size)
+    if normalize == "separate":
+        divisors = list(size)
+    elif normalize == "min":
+        divisors = [min(size)] * len(size)
+    elif normalize == "max":
+        divisors = [max(size)] * len(size)
+    else:
+        raise ValueError(f"normalize is {normalize!r}; choose one of {', '.join(NORMALIZE)}")
+    return [
+        (axis + 0.5) / divisor * 2.0 - 1.0 for axis, divisor in zip(_index_axes(size, device), divisors, strict=True)
+    ]
+
+
+def _check_size(size: Sequence[int]) -> None:
     if not size:
         raise ValueError("a grid needs at least one length: (n), (h, w) or (t, h, w)")
     if torch.jit.is_tracing():
@@ -191,7 +236,7 @@ def _check_size(size: tuple[int, ...]) -> None:
     for length in size:
         # A length is symbolic while a model is exported with dynamic height and width.
         if isinstance(length, bool) or not isinstance(length, int | torch.SymInt) or length < 1:
-            raise ValueError(f"a grid of {size} tokens is not possible: every length must be a positive integer")
+            raise ValueError(f"a grid of {tuple(size)} tokens is not possible: every length must be a positive integer")
 
 
 def _check_augmentation(shift: float | None, jitter: float | None, rescale: float | None) -> None:
