@@ -67,6 +67,37 @@ def frequency_matrix(ladders: Sequence[Ladder], pairs: int) -> Tensor:
     return matrix
 
 
+def axial_ladders(
+    head_dim: int, base: float, *, columns_first: bool, scale: float = 1.0, rungs: int | None = None
+) -> tuple[Ladder, Ladder]:
+    """Ladders of (h, w): one axis turns the first half of a head's pairs, the other axis the second half.
+
+    A ladder of an axis has head_dim / 4 rungs, unless told otherwise.
+
+    Raises: ValueError where head_dim is not a multiple of 4.
+    """
+    check_head_dim(head_dim, axes=2)
+    quarter = head_dim // 4
+    first, second = tuple(range(quarter)), tuple(range(quarter, 2 * quarter))
+    rows, columns = (second, first) if columns_first else (first, second)
+    return (
+        Ladder(base=base, pairs=rungs or quarter, slots=rows, scale=scale),
+        Ladder(base=base, pairs=rungs or quarter, slots=columns, scale=scale),
+    )
+
+
+def shared_ladder(base: float, axis_of_pair: Sequence[int], axes: int) -> tuple[Ladder, ...]:
+    """One ladder over all pairs of a head, pair p on rung p, each pair given to one axis (M-RoPE).
+
+    Shapes: axis_of_pair has one axis a pair -> one ladder an axis.
+    """
+    owned = [tuple(pair for pair, owner in enumerate(axis_of_pair) if owner == axis) for axis in range(axes)]
+    return tuple(
+        Ladder(base=base, pairs=len(axis_of_pair), slots=slots, rungs=tuple(float(pair) for pair in slots))
+        for slots in owned
+    )
+
+
 def mixed_frequencies(
     head_dim: int,
     num_heads: int,

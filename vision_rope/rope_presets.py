@@ -11,28 +11,12 @@ from typing import Any
 
 import torch
 
-from vision_rope.frequencies import Ladder, check_head_dim, mixed_frequencies
+from vision_rope.frequencies import Ladder, axial_ladders, check_head_dim, mixed_frequencies
 from vision_rope.positions import Coordinates, Normalize
 from vision_rope.rope import Rope
+from vision_rope.rope_presets_video import build_qwen2_vl, build_qwen3_vl, build_v_jepa2, build_videorope
 from vision_rope.rotation import Pairing
 from vision_rope.suggestion import did_you_mean
-
-
-def _axial_ladders(
-    head_dim: int, base: float, *, columns_first: bool, scale: float = 1.0, rungs: int | None = None
-) -> tuple[Ladder, Ladder]:
-    """Ladders of (h, w): one axis turns the first half of the pairs, the other axis the second half.
-
-    A ladder of an axis has head_dim / 4 rungs, unless told otherwise.
-    """
-    check_head_dim(head_dim, axes=2)
-    quarter = head_dim // 4
-    first, second = tuple(range(quarter)), tuple(range(quarter, 2 * quarter))
-    rows, columns = (second, first) if columns_first else (first, second)
-    return (
-        Ladder(base=base, pairs=rungs or quarter, slots=rows, scale=scale),
-        Ladder(base=base, pairs=rungs or quarter, slots=columns, scale=scale),
-    )
 
 
 def _roformer(
@@ -41,13 +25,28 @@ def _roformer(
     """One axis (text): theta_i = base ** (-2i / head_dim).
 
     Pairs: all turn with the index.
-    Compatible with: RoFormer and rotary-embedding-torch; with pairing="half", base 5e5 with Llama 3.
+    Compatible with: RoFormer and rotary-embedding-torch.
     Source: Su et al., RoFormer (arXiv 2104.09864), equation 15.
     """
+    return _build_line("roformer", head_dim, depth, base, pairing)
+
+
+def _llama(head_dim: int, num_heads: int, depth: int, *, base: float = 500000.0, pairing: Pairing = "half") -> Rope:
+    """One axis (text) as roformer, base 500000, halves.
+
+    Pairs: all turn with the index.
+    Compatible with: Llama 3 as transformers lays it out; base=10000 for Llama 1 and 2, pairing="interleaved" for Meta's
+        own checkpoints. Llama 3.1's scaling is an extension, not part of this.
+    Source: Touvron et al., Llama (arXiv 2302.13971), section 2.2; base of Llama 3 (arXiv 2407.21783).
+    """
+    return _build_line("llama", head_dim, depth, base, pairing)
+
+
+def _build_line(name: str, head_dim: int, depth: int, base: float, pairing: Pairing) -> Rope:
     check_head_dim(head_dim, axes=1)
     pairs = head_dim // 2
     line = Ladder(base=base, pairs=pairs, slots=tuple(range(pairs)))
-    return Rope(head_dim=head_dim, axes=1, pairing=pairing, ladders=[line], depth=depth, name="roformer")
+    return Rope(head_dim=head_dim, axes=1, pairing=pairing, ladders=[line], depth=depth, name=name)
 
 
 def _rope_vit_axial(
@@ -59,7 +58,7 @@ def _rope_vit_axial(
     Compatible with: naver-ai/rope-vit's axial models, timm's vit_*_patch16_rope_224.
     Source: Heo et al. (arXiv 2403.13298), section 3.2.
     """
-    ladders = _axial_ladders(head_dim, base, columns_first=True)
+    ladders = axial_ladders(head_dim, base, columns_first=True)
     return Rope(head_dim=head_dim, axes=2, pairing=pairing, ladders=ladders, depth=depth, name="rope-vit-axial")
 
 
@@ -103,7 +102,7 @@ def _sam2(
     Compatible with: SAM 2's memory attention (Meta's and Ultralytics').
     Source: Ravi et al., SAM 2 (arXiv 2408.00714), appendix D.1.
     """
-    ladders = _axial_ladders(head_dim, base, columns_first=True)
+    ladders = axial_ladders(head_dim, base, columns_first=True)
     return Rope(head_dim=head_dim, axes=2, pairing=pairing, ladders=ladders, depth=depth, name="sam2")
 
 
@@ -122,7 +121,7 @@ def _eva02(
     Compatible with: EVA-02, timm's eva02_*.
     Source: Fang et al., EVA-02 (arXiv 2303.11331).
     """
-    ladders = _axial_ladders(head_dim, base, columns_first=False)
+    ladders = axial_ladders(head_dim, base, columns_first=False)
     coordinates = Coordinates(reference=tuple(reference))
     return Rope(
         head_dim=head_dim,
@@ -159,7 +158,7 @@ def _dinov3(
     """
     check_head_dim(head_dim, axes=2)
     if min_period is None and max_period is None:
-        ladders = _axial_ladders(head_dim, 100.0 if base is None else base, columns_first=False, scale=2 * math.pi)
+        ladders = axial_ladders(head_dim, 100.0 if base is None else base, columns_first=False, scale=2 * math.pi)
     elif base is not None or min_period is None or max_period is None:
         raise ValueError(
             f"base is {base}, min_period {min_period}, max_period {max_period}; give either base or both periods"
@@ -170,7 +169,7 @@ def _dinov3(
             "positive, the first the smaller one, and head_dim at least 8"
         )
     else:
-        ladders = _axial_ladders(
+        ladders = axial_ladders(
             head_dim,
             max_period / min_period,
             columns_first=False,
@@ -189,6 +188,115 @@ def _dinov3(
     )
 
 
+def _perception_encoder(
+    head_dim: int,
+    num_heads: int,
+    depth: int,
+    *,
+    base: float = 10000.0,
+    offset: float = 1.0,
+    reference: Sequence[int] | None = None,
+    pairing: Pairing = "interleaved",
+) -> Rope:
+    """Two axes, indices that begin at 1, since the class token in front has 0.
+
+    Args:
+        offset: added to every index; 0 for models without a class token (PE-G).
+        reference: stretch (index + offset) to this grid, as timm does with the grid of pretraining; None leaves it.
+
+    Pairs: the first half with the column, the second with the row.
+    Compatible with: facebookresearch/perception_models; with reference, timm's vit_pe_*.
+    Source: Bolya et al., Perception Encoder (arXiv 2504.13181), architecture of its vision encoder.
+    """
+    ladders = axial_ladders(head_dim, base, columns_first=True)
+    coordinates = Coordinates(reference=None if reference is None else tuple(reference), offset=offset)
+    return Rope(
+        head_dim=head_dim,
+        axes=2,
+        pairing=pairing,
+        ladders=ladders,
+        depth=depth,
+        coordinates=coordinates,
+        name="perception-encoder",
+    )
+
+
+def _pixtral(head_dim: int, num_heads: int, depth: int, *, base: float = 10000.0, pairing: Pairing = "half") -> Rope:
+    """Two axes that share one ladder of head_dim / 2 rungs: rows have its even rungs, columns the odd ones.
+
+    Rows turn by base ** (-4i / head_dim), columns by base ** (-(4i + 2) / head_dim).
+
+    Pairs: the first half with the row, the second with the column.
+    Compatible with: Pixtral's vision tower as transformers lays it out.
+    Source: Agrawal et al., Pixtral 12B (arXiv 2410.07073), "RoPE-2D".
+    """
+    check_head_dim(head_dim, axes=2)
+    quarter = head_dim // 4
+    ladders = [
+        Ladder(
+            base=base,
+            pairs=2 * quarter,
+            slots=tuple(range(axis * quarter, (axis + 1) * quarter)),
+            rungs=tuple(float(2 * i + axis) for i in range(quarter)),
+        )
+        for axis in (0, 1)
+    ]
+    return Rope(head_dim=head_dim, axes=2, pairing=pairing, ladders=ladders, depth=depth, name="pixtral")
+
+
+def _llama4_vision(
+    head_dim: int,
+    num_heads: int,
+    depth: int,
+    *,
+    base: float = 10000.0,
+    offset: float = 1.0,
+    pairing: Pairing = "interleaved",
+) -> Rope:
+    """Two axes, indices that begin at 1; the class token stands at the end, with position 0.
+
+    Pairs: the first half with the column, the second with the row.
+    Compatible with: Llama 4's vision tower; its tokens need with_prefix(positions, 1, where="end").
+    Source: transformers' Llama4VisionRotaryEmbedding; there is no paper.
+    """
+    return Rope(
+        head_dim=head_dim,
+        axes=2,
+        pairing=pairing,
+        ladders=axial_ladders(head_dim, base, columns_first=True),
+        depth=depth,
+        coordinates=Coordinates(offset=offset),
+        name="llama4-vision",
+    )
+
+
+def _gemma4_vision(
+    head_dim: int, num_heads: int, depth: int, *, base: float = 100.0, pairing: Pairing = "half-per-axis"
+) -> Rope:
+    """Two axes, base 100; each axis has its own half of the channels, and halves of that half are paired.
+
+    Pairs: the first half with the column, the second with the row.
+    Compatible with: Gemma 4's vision tower, timm's Gemma 4 ViTs.
+    Source: timm's and transformers' Gemma 4; there is no paper.
+    """
+    ladders = axial_ladders(head_dim, base, columns_first=True)
+    return Rope(head_dim=head_dim, axes=2, pairing=pairing, ladders=ladders, depth=depth, name="gemma4-vision")
+
+
+def _qwen2_vl_vision(
+    head_dim: int, num_heads: int, depth: int, *, base: float = 10000.0, pairing: Pairing = "half"
+) -> Rope:
+    """Two axes, base 10000, halves.
+
+    Pairs: the first half with the row, the second with the column.
+    Compatible with: the vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, whose tokens come in blocks of 2 x 2:
+        positions[merge_order(h, w)].
+    Source: Wang et al., Qwen2-VL (arXiv 2409.12191), section 2.1.
+    """
+    ladders = axial_ladders(head_dim, base, columns_first=False)
+    return Rope(head_dim=head_dim, axes=2, pairing=pairing, ladders=ladders, depth=depth, name="qwen2-vl-vision")
+
+
 @dataclass(frozen=True)
 class Preset:
     """A row of PRESETS: one line about the method, and the function that builds it."""
@@ -204,11 +312,21 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {
     "roformer": Preset("1D, one ladder (text)", _roformer),
+    "llama": Preset("1D, base 500000, halves (text)", _llama),
     "rope-vit-axial": Preset("2D axial, base 100, for image grids", _rope_vit_axial),
     "rope-vit-mixed": Preset("2D, learned, every pair turns with both axes", _rope_vit_mixed),
     "sam2": Preset("2D axial, base 10000 (SAM 2's memory attention)", _sam2),
     "eva02": Preset("2D axial, indices rescaled to a 16 x 16 grid", _eva02),
     "dinov3": Preset("2D axial, cell centres in [-1, 1], augmentation in training", _dinov3),
+    "perception-encoder": Preset("2D axial, indices from 1 beside a class token at 0", _perception_encoder),
+    "pixtral": Preset("2D, rows and columns on the even and odd rungs of one ladder", _pixtral),
+    "llama4-vision": Preset("2D axial, indices from 1, class token at the end", _llama4_vision),
+    "gemma4-vision": Preset("2D axial, base 100, halves within each axis's channels", _gemma4_vision),
+    "qwen2-vl-vision": Preset("2D axial, halves (Qwen-VL's vision towers)", _qwen2_vl_vision),
+    "qwen2-vl": Preset("3D M-RoPE, one ladder cut into chunks t, h, w (Qwen2-VL, Qwen2.5-VL)", build_qwen2_vl),
+    "qwen3-vl": Preset("3D M-RoPE, one ladder dealt out t, h, w, t, h, w, ... (Qwen3-VL)", build_qwen3_vl),
+    "v-jepa2": Preset("3D axial, a third of the pairs an axis, the rest unrotated", build_v_jepa2),
+    "videorope": Preset("3D, time on the slowest pairs, h and w alternating on the others", build_videorope),
 }
 
 
