@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_rope.extension import Extension, check_method, compute_extension
+from vision_rope.extension import Extension, check_grid, check_method, compute_extension
 from vision_rope.frequencies import Ladder, angles, frequency_matrix
 from vision_rope.positions import Coordinates
 from vision_rope.rotation import PAIRINGS, Pairing, Rotation
@@ -120,19 +120,22 @@ class Rope(nn.Module):
         self, method: str, *, train_size: Sequence[int], size: Sequence[int], **knobs: Any
     ) -> Extension | None:
         """What a context-extension method does to this embedding; None where it changes nothing. See `extend`."""
-        row = check_method(
+        check_method(
             method,
             knobs,
             has_ladder=self.ladders is not None,
             bounded=self.coordinates.bounded,
             subject=self.name,
         )
-        if len(train_size) != self.axes:
-            raise ValueError(
-                f"train_size {tuple(train_size)} has {len(train_size)} axes and {self.name} has {self.axes}; "
-                "give one for each"
-            )
-        return compute_extension(row, self.ladders, self.head_dim // 2, train_size, size, **knobs)
+        return compute_extension(
+            method,
+            ladders=self.ladders,
+            pairs=self.head_dim // 2,
+            train_size=check_grid("train_size", train_size, self.axes, self.name),
+            size=check_grid("size", size, self.axes, self.name),
+            normalize=self.coordinates.normalize,
+            knobs=knobs,
+        )
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw learned frequencies anew, for instance after a model built on "meta" got its memory."""
@@ -142,7 +145,8 @@ class Rope(nn.Module):
 
     def extra_repr(self) -> str:
         kind = "learned" if self.ladders is None else f"base={', '.join(f'{l.base:g}' for l in self.ladders)}"
-        return f"{self.name}, head_dim={self.head_dim}, axes={self.axes}, {kind}, pairing={self.pairing!r}"
+        extension = "" if self.extension is None else f", extension=({self.extension.describe()})"
+        return f"{self.name}, head_dim={self.head_dim}, axes={self.axes}, {kind}, pairing={self.pairing!r}{extension}"
 
     def _rotation(self, positions: Tensor, frequencies: Tensor, attention_scale: float) -> Rotation:
         # Heads stand between batch and tokens: positions get that axis, frequencies (heads or 1, axes, pairs) have it.
@@ -167,7 +171,7 @@ class Rope(nn.Module):
             frequencies = self._matrix
         if extension is None:
             return frequencies
-        return frequencies * extension.multiplier.to(device=frequencies.device, dtype=frequencies.dtype)
+        return extension.apply(frequencies)
 
     def _build_matrix(self, device: torch.device) -> Tensor:
         assert self.ladders is not None
@@ -206,10 +210,11 @@ def extend(rope: Rope, method: str, *, train_size: Sequence[int], size: Sequence
     with the original, so that training one trains both.
 
     Args:
-        method: a name of `vision_rope.extension.EXTENSIONS`: none, interpolate, ntk, yarn, pitch.
+        method: a name of `vision_rope.extension.EXTENSIONS`: none, interpolate, ntk, dynamic-ntk, ntk-by-parts, yarn,
+            llama3, base, pitch.
         train_size: grid of tokens in training, (n), (h, w) or (t, h, w).
         size: grid of tokens now.
-        knobs: options of the method, for instance beta_fast of yarn.
+        knobs: options of the method, for instance beta_fast of yarn; factors="max" gives all axes the largest factor.
 
     Raises: ValueError where the method means nothing for this embedding, with the reason.
     """
