@@ -9,10 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vision_rope.attention import attend
+    from vision_rope.attention import attend, attend_packed
     from vision_rope.checkpoint import load_run
     from vision_rope.convert import add_position, create_model, set_extension
-    from vision_rope.positions import augment_positions, centred_positions, grid_positions, with_prefix
+    from vision_rope.linear_attention import linear_attend, performer_projection
+    from vision_rope.multimodal import Image, Text, Video, multimodal_positions
+    from vision_rope.positions import (
+        augment_positions,
+        centred_positions,
+        crop_positions,
+        grid_positions,
+        merge_order,
+        pack_positions,
+        pad_positions,
+        with_prefix,
+    )
     from vision_rope.rope import Rope, extend
     from vision_rope.rope_presets import preset, presets
     from vision_rope.rotation import Rotation, pairing_permutation, rotate, rotate_qkv
@@ -20,9 +31,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "positions": ("augment_positions", "centred_positions", "grid_positions", "with_prefix"),
+    "positions": (
+        "augment_positions",
+        "centred_positions",
+        "crop_positions",
+        "grid_positions",
+        "merge_order",
+        "pack_positions",
+        "pad_positions",
+        "with_prefix",
+    ),
+    "multimodal": ("Image", "Text", "Video", "multimodal_positions"),
     "rotation": ("Rotation", "pairing_permutation", "rotate", "rotate_qkv"),
-    "attention": ("attend",),
+    "attention": ("attend", "attend_packed"),
+    "linear_attention": ("linear_attend", "performer_projection"),
     "rope": ("Rope", "extend"),
     "rope_presets": ("preset", "presets"),
     "convert": ("add_position", "create_model", "set_extension"),
@@ -31,17 +53,28 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Image",
     "Rope",
     "Rotation",
+    "Text",
+    "Video",
     "add_position",
     "attend",
+    "attend_packed",
     "augment_positions",
     "centred_positions",
     "create_model",
+    "crop_positions",
     "extend",
     "grid_positions",
+    "linear_attend",
     "load_run",
+    "merge_order",
+    "multimodal_positions",
+    "pack_positions",
+    "pad_positions",
     "pairing_permutation",
+    "performer_projection",
     "preset",
     "presets",
     "rotate",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,3 +47,45 @@ def attend(
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask if bias is None else bias, dropout_p=dropout, is_causal=is_causal, scale=scale
     )
+
+
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+) -> Tensor:
+    """Softmax attention inside each of several sequences that lie one after the other, as images of different sizes.
+
+    One call of scaled_dot_product_attention a sequence, on views: no mask, no padding, no scores across sequences.
+
+    Args:
+        lengths: tokens of each sequence, in the order in which they lie.
+        scale, dropout, is_causal: as of `attend`, inside each sequence.
+
+    Shapes: q, k, v (..., heads, tokens of all sequences, head_dim) -> (..., heads, tokens, head_dim).
+    Raises: ValueError where the lengths are not positive whole numbers or do not add up to the tokens.
+    """
+    sizes = _check_lengths(lengths, {"q": q, "k": k, "v": v})
+    parts = zip(*(x.split(sizes, dim=-2) for x in (q, k, v)), strict=True)
+    return torch.cat([attend(*part, scale=scale, dropout=dropout, is_causal=is_causal) for part in parts], dim=-2)
+
+
+def _check_lengths(lengths: Sequence[int], tensors: dict[str, Tensor]) -> list[int]:
+    try:
+        sizes = [operator.index(length) for length in lengths]
+    except TypeError as error:
+        raise ValueError(f"lengths is {lengths!r}; it must be a sequence of whole numbers, one a sequence") from error
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"lengths is {sizes}; there must be at least one sequence, and one token in each")
+    for name, x in tensors.items():
+        if x.ndim < 3 or x.shape[-2] != sum(sizes):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and lengths {sizes} add up to {sum(sizes)}; it must be "
+                f"(..., heads, {sum(sizes)}, head_dim), the sequences one after the other"
+            )
+    return sizes
