@@ -22,6 +22,9 @@ EXAMPLES = """examples:
   vision-rope presets
 """
 
+# Names of vision_rope.extension.EXTENSIONS, which --help may not import; a test compares them.
+METHODS = "none,interpolate,ntk,dynamic-ntk,ntk-by-parts,yarn,llama3,base,pitch"
+
 
 class Parser(argparse.ArgumentParser):
     """argparse that names the nearest valid flag or command and prints one sentence without the usage block."""
@@ -100,7 +103,12 @@ def _build_parser() -> Parser:
     _add_evaluate(commands)
     _add_probe(commands)
     presets = commands.add_parser(
-        "presets", help="list the presets of rotary position embedding", description="List the presets, a line each."
+        "presets",
+        help="list the presets of rotary position embedding, or which can be extended how",
+        description="List the presets, a line each; or the table of presets and methods of context extension.",
+    )
+    presets.add_argument(
+        "--extend", action="store_true", help="print which method of context extension is defined for which preset"
     )
     presets.set_defaults(run=_list_presets, parser=presets)
     return parser
@@ -119,7 +127,7 @@ def _add_evaluate(commands: Any) -> None:
     add("--root", help="folder that timm dataset names are looked up in")
     add("--split", help="name of the split [the validation split]")
     add("--sizes", help="sizes in pixels: 64,96,192x256 (rows x columns) [the run's own, else the training size]")
-    add("--extend", help="none,interpolate,ntk,yarn,pitch [the run's own, else none]; none is always shown")
+    add("--extend", help=f"methods of context extension: {METHODS} [the run's own, else none]; none is always shown")
     add("--out", help="folder for the results [RUN/evaluation or evaluation-NAME]")
     add("--crop-pct", type=float, help="resize the short side to size / this, then crop the centre [the run's, else 1]")
     add("--batch-size", type=int, help="images a forward pass [the run's own, else 64]")
@@ -157,7 +165,7 @@ def _add_probe(commands: Any) -> None:
     add("--data", help="elpv, folder:PATH or a timm dataset name [the run's own]")
     add("--root", help="folder that timm dataset names are looked up in")
     add("--size", help="size in pixels: 96 or 192x256 (rows x columns) [the training size]")
-    add("--extend", default="none", help="none, interpolate, ntk, yarn or pitch, for that size [none]")
+    add("--extend", default="none", help=f"method of context extension for that size: {METHODS} [none]")
     add("--weights", default="best", help="best, last, ema, untrained; several divided by commas are compared [best]")
     add("--k", type=int, default=20, help="number of neighbours [20]")
     add("--temperature", type=float, default=0.07, help="votes are exp(similarity / this) [0.07]")
@@ -256,6 +264,11 @@ def _probe(parsed: Any) -> int:
 
 
 def _list_presets(parsed: Any) -> int:
+    if parsed.extend:
+        from vision_rope.extension_table import format_extension_table
+
+        print(format_extension_table(), end="")
+        return 0
     from vision_rope import presets
 
     table = presets()

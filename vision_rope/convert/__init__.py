@@ -102,8 +102,10 @@ def set_extension(model: Model, method: str, train_size: Sequence[int] | None = 
 
     Args:
         model: a model with a position encoding of this package; one that holds such models, as a MaskedModel does.
-        method: a name of `vision_rope.extension.EXTENSIONS`: none, interpolate, ntk, yarn, pitch.
-        train_size: grid (rows, columns) of patches in training; the grid the model was built with when not given.
+        method: a name of `vision_rope.extension.EXTENSIONS`: none, interpolate, ntk, dynamic-ntk, ntk-by-parts, yarn,
+            llama3, base, pitch.
+        train_size: grid (rows, columns) of patches, not pixels, in training; the grid the model was built with when not
+            given.
         knobs: options of the method, for instance beta_fast of yarn.
 
     Raises: ValueError where the method means nothing for the model's encoding, with the reason.
