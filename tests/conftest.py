@@ -19,22 +19,32 @@ torch.set_num_threads(1)
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+SHARED_DATA = Path(os.environ.get("VISION_ROPE_DATA", REPOSITORY.parent / "shared" / "data"))
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Folder of real images and videos that is not part of the repository; tests that need it skip without it."""
-    folder = Path(os.environ.get("VISION_ROPE_DATA", REPOSITORY.parent / "shared" / "data"))
-    if not folder.is_dir():
-        pytest.skip(f"real data not found in {folder}; set VISION_ROPE_DATA to the folder that holds it")
-    return folder
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"real data not found in {SHARED_DATA}; set VISION_ROPE_DATA to the folder that holds it")
+    return SHARED_DATA
 
 
 @pytest.fixture(scope="session")
 def golden():
-    """Loader of the peers' numbers: golden("dinov3") -> dict of tensors."""
+    """Loader of the peers' numbers: golden("dinov3") -> dict of tensors.
+
+    Some of the files are in the repository, all of them beside the real data; a test whose file is in neither skips.
+    """
+    folders = (REPOSITORY / "tests" / "golden", SHARED_DATA.parent / "golden" / "rope")
 
     def load(name: str) -> dict[str, torch.Tensor]:
-        with np.load(REPOSITORY / "tests" / "golden" / f"{name}.npz") as arrays:
-            return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
+        for folder in folders:
+            path = folder / f"{name}.npz"
+            if path.is_file():
+                with np.load(path) as arrays:
+                    return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
+        pytest.skip(f"the peers' numbers {name}.npz are neither in {folders[0]} nor in {folders[1]}")
 
     return load
 

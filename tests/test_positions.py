@@ -122,3 +122,117 @@ def test_an_axis_at_a_time_is_the_same_to_the_bit(name):
     moved_axes = coordinates.augment_axes(axes, torch.Generator().manual_seed(4))
     assert torch.equal(mesh(moved_axes), moved)
     assert not torch.equal(moved, positions)
+
+
+# --- crops, dropped patches, batches, packing, blocks ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL_COORDINATES)
+def test_a_crop_keeps_its_place_in_the_image(name):
+    positions = ALL_COORDINATES[name].positions(6, 8)
+    cropped = vr.crop_positions(positions, grid=(6, 8), top=1, left=3, size=(2, 4))
+    rows = [row * 8 + column for row in (1, 2) for column in (3, 4, 5, 6)]
+    assert torch.equal(cropped, positions[rows])
+    assert torch.equal(vr.crop_positions(positions, grid=(6, 8), top=0, left=0, size=(6, 8)), positions)
+    last = vr.crop_positions(positions.expand(3, -1, -1), grid=(6, 8), top=5, left=7, size=(1, 1))
+    assert torch.equal(last, positions[-1].expand(3, 1, 2))
+
+
+def test_a_resized_crop_reads_between_tokens():
+    """Upper left quarter of a grid of 4 x 6, resized to 4 x 6 tokens: half steps, centred on what each token covers."""
+    positions = vr.grid_positions(4, 6)
+    cropped = vr.crop_positions(positions, grid=(4, 6), top=0, left=0, size=(2, 3), out=(4, 6)).unflatten(0, (4, 6))
+    assert_close(cropped[:, 0, 0], torch.tensor([-0.25, 0.25, 0.75, 1.25]))
+    assert_close(cropped[0, :, 1], torch.tensor([-0.25, 0.25, 0.75, 1.25, 1.75, 2.25]))
+    # A box of fractions that leaves the image, in normalised coordinates.
+    centred = vr.centred_positions(4, 6)
+    box = vr.crop_positions(centred, grid=(4, 6), top=-0.5, left=1.25, size=(5.0, 2.5), out=(2, 5)).unflatten(0, (2, 5))
+    rows = [-0.5 + (k + 0.5) * 2.5 for k in range(2)]  # in tokens, from the upper edge of the image
+    columns = [1.25 + (k + 0.5) * 0.5 for k in range(5)]
+    assert_close(box[:, 0, 0], torch.tensor(rows) / 4 * 2 - 1)
+    assert_close(box[0, :, 1], torch.tensor(columns) / 6 * 2 - 1)
+
+
+def test_dropped_patches_take_their_positions_along():
+    """Failure class 19: positions follow the kept tokens; the rotation of those left is a part of the whole one."""
+    rope = vr.preset("dinov3", head_dim=16)
+    positions = rope.positions(3, 5)
+    kept = torch.tensor([0, 4, 7, 13])
+    assert torch.equal(rope(positions[kept]).cos, rope(positions).cos[:, kept])
+    by_sample = torch.tensor([[0, 4], [7, 13]])
+    assert torch.equal(rope(positions[by_sample]).cos[1, 0], rope(positions).cos[0, [7, 13]])
+
+
+def test_padded_batches_equal_samples_alone():
+    grids = [(2, 3), (4, 1), (3, 3)]
+    rope = vr.preset("rope-vit-axial", head_dim=16)
+    samples = [vr.with_prefix(rope.positions(*grid), 1) for grid in grids]
+    positions, mask = vr.pad_positions(samples)
+    assert positions.shape == (3, 10, 2)
+    assert mask.sum(1).tolist() == [7, 5, 10]
+    x = torch.randn(3, 2, 10, 16)
+    turned = vr.rotate(x, rope(positions))
+    out = vr.attend(turned, turned, x, mask=mask[:, None, None, :])
+    for index, sample in enumerate(samples):
+        n = len(sample)
+        assert mask[index].tolist() == [True] * n + [False] * (10 - n)
+        alone = vr.rotate(x[index, :, :n], rope(sample))
+        assert_close(turned[index, :, :n], alone)
+        assert torch.equal(turned[index, :, n:], x[index, :, n:])  # padding sits at position zero
+        assert_close(out[index, :, :n], vr.attend(alone, alone, x[index, :, :n]), atol=1e-5, rtol=1e-5)
+
+
+def test_packed_batches_equal_samples_alone():
+    rope = vr.preset("rope-vit-mixed", head_dim=16, num_heads=2)
+    samples = [vr.with_prefix(rope.positions(*grid), 1) for grid in [(2, 3), (4, 1), (3, 3)]]
+    positions, lengths = vr.pack_positions(samples)
+    assert lengths == [7, 5, 10]
+    x = torch.randn(1, 2, sum(lengths), 16)
+    turned = vr.rotate(x, rope(positions)).split(lengths, dim=2)
+    for part, alone, sample in zip(turned, x.split(lengths, dim=2), samples, strict=True):
+        assert_close(part, vr.rotate(alone, rope(sample)))
+
+
+def test_merge_blocks():
+    """Blocks of 2 x 2 in a grid of 2 x 4, as Qwen-VL's towers take their patches."""
+    order = vr.merge_order(2, 4)
+    assert vr.grid_positions(2, 4)[order].tolist() == [
+        [0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3],
+    ]  # fmt: skip
+    assert torch.equal(vr.merge_order(4, 6, merge=1), torch.arange(24))
+    x = torch.randn(24)
+    assert torch.equal(x[vr.merge_order(2, 2, 6)][vr.merge_order(2, 2, 6).argsort()], x)
+    assert torch.equal(vr.merge_order(2, 2, 6)[12:], vr.merge_order(2, 6) + 12)
+    assert not torch.equal(vr.merge_order(3, 6, merge=3), vr.merge_order(6, 3, merge=3))
+
+
+@pytest.mark.parametrize("size", [(5,), (3, 5), (2, 3, 4)])
+def test_centred_and_stretched_positions_in_any_number_of_axes(size):
+    """Closed forms in 1D, 2D and 3D."""
+    index = vr.grid_positions(*size)
+    lengths = torch.tensor(size).float()
+    assert_close(vr.centred_positions(*size), 2 * (index + 0.5) / lengths - 1)
+    assert_close(vr.centred_positions(*size, normalize="max"), 2 * (index + 0.5) / max(size) - 1)
+    reference = tuple(2 * length for length in size)
+    assert_close(rescaled_positions(*size, reference=reference, offset=1.0), (index + 1) * 2)
+    assert vr.with_prefix(index, 2, where="end")[-2:].tolist() == [[0.0] * len(size)] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda p: vr.crop_positions(p, grid=(5, 3), top=0, left=0, size=(0, 1)), "positive height and width"),
+        (lambda p: vr.crop_positions(p, grid=(4, 4), top=0, left=0, size=(1, 1)), r"\(15, 2\).*4 x 4 tokens"),
+        (lambda p: vr.crop_positions(p, grid=(5, 3), top=0, left=0, size=(1.5, 1)), "needs out"),
+        (lambda p: vr.crop_positions(p[:3], grid=(1, 3), top=0.5, left=0, size=(1, 1)), "an axis of one token"),
+        (lambda p: vr.pad_positions([]), "at least one sample"),
+        (lambda p: vr.pad_positions([p, p[:, :1]]), r"\(15, 2\), \(15, 1\)"),
+        (lambda p: vr.pack_positions([p[None]]), "must be"),
+        (lambda p: vr.merge_order(3, 4), "cannot be cut into blocks of 2 x 2"),
+        (lambda p: vr.merge_order(4), "cannot be cut"),
+        (lambda p: mesh([]), "axes is empty"),
+    ],
+)
+def test_more_bad_input_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(vr.grid_positions(5, 3))

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from einops import rearrange
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 Normalize = Literal["separate", "min", "max"]
 NORMALIZE = ("separate", "min", "max")
@@ -81,6 +83,112 @@ def with_prefix(positions: Tensor, count: int, where: Literal["front", "end"] = 
         return positions
     zeros = positions.new_zeros(*positions.shape[:-2], count, positions.shape[-1])
     return torch.cat((zeros, positions) if where == "front" else (positions, zeros), dim=-2)
+
+
+def crop_positions(
+    positions: Tensor,
+    *,
+    grid: tuple[int, int],
+    top: float,
+    left: float,
+    size: tuple[float, float],
+    out: tuple[int, int] | None = None,
+) -> Tensor:
+    """Positions of a crop's tokens within the whole image: rows and columns of the crop keep their place in the grid.
+
+    Args:
+        positions: of the whole image's grid, in any coordinates that grow evenly along an axis (those of all presets).
+        grid: rows and columns of the whole image, in tokens.
+        top, left, size: first row and column, height and width of the crop in tokens of that grid; they may be
+            fractions and may leave the image.
+        out: rows and columns of tokens that the crop has once it is resized, as after a random resized crop; by default
+            its size, which must be whole numbers then. A token sits at the centre of what it covers.
+
+    Shapes: (..., grid tokens, 2) -> (..., crop tokens, 2).
+    Raises: ValueError where positions are not those of the grid, or the crop is empty.
+    """
+    _check_size(grid)
+    if positions.shape[-1] != 2 or positions.shape[-2] != grid[0] * grid[1]:
+        raise ValueError(
+            f"positions have shape {tuple(positions.shape)}; a grid of {grid[0]} x {grid[1]} tokens needs "
+            f"(..., {grid[0] * grid[1]}, 2), without prefix tokens (add them after cropping)"
+        )
+    if min(size) <= 0:
+        raise ValueError(f"size is {tuple(size)}; a crop has a positive height and width, in tokens")
+    if out is None:
+        if any(length != int(length) for length in size):
+            raise ValueError(
+                f"size is {tuple(size)}; a crop of fractions of tokens needs out, its own number of tokens"
+            )
+        out = (int(size[0]), int(size[1]))
+    _check_size(out)
+    cells = positions.unflatten(-2, grid)
+    for dim, first, length, count in ((-3, top, size[0], out[0]), (-2, left, size[1], out[1])):
+        tokens = torch.arange(count, dtype=torch.float32, device=positions.device)
+        cells = _read_between(cells, dim, first + (tokens + 0.5) * (length / count) - 0.5)
+    return cells.flatten(-3, -2)
+
+
+def _read_between(cells: Tensor, dim: int, places: Tensor) -> Tensor:
+    """Coordinates at fractional places along one axis of a grid, on the line through the two neighbours."""
+    length = cells.shape[dim]
+    if length == 1:
+        if places.any():
+            raise ValueError(
+                "an axis of one token has no distance between tokens, so only the whole of it can be cropped; "
+                "give positions of a finer grid"
+            )
+        return cells.index_select(dim, places.long())
+    below = places.floor().clamp(0, length - 2)
+    part = (places - below).to(cells.dtype).view(-1, *[1] * (-1 - dim))
+    low, high = (cells.index_select(dim, index.long()) for index in (below, below + 1))
+    return torch.lerp(low, high, part)
+
+
+def pad_positions(positions: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """One batch of samples with different numbers of tokens, and a mask of the tokens that there are.
+
+    Padding sits at position zero, at the end. The mask, mask[:, None, None, :], keeps attention from looking at it.
+
+    Shapes: a tensor (tokens, axes) a sample -> (batch, most tokens, axes), and (batch, most tokens) boolean.
+    Raises: ValueError where there is no sample, or they differ in their number of axes.
+    """
+    _check_samples(positions)
+    padded = pad_sequence(list(positions), batch_first=True)
+    tokens = torch.arange(padded.shape[1], device=padded.device)
+    lengths = torch.tensor([len(sample) for sample in positions], device=padded.device)
+    return padded, tokens < lengths[:, None]
+
+
+def pack_positions(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """One sequence of all samples' tokens, one sample after the other without padding, and the samples' lengths.
+
+    Shapes: a tensor (tokens, axes) a sample -> (all tokens, axes), and one length a sample.
+    Raises: ValueError where there is no sample, or they differ in their number of axes.
+    """
+    _check_samples(positions)
+    return torch.cat(list(positions)), [len(sample) for sample in positions]
+
+
+def merge_order(*size: int, merge: int = 2, device: torch.device | str | None = None) -> Tensor:
+    """Index of tokens in blocks of merge x merge, the order in which Qwen-VL's vision towers have them.
+
+    positions[order] are the positions in that order; order.argsort() leads back to rows.
+
+    Shapes: size (h, w) or (t, h, w) -> (tokens,) int64.
+    Raises: ValueError where merge does not divide h and w.
+    """
+    _check_size(size)
+    if len(size) not in (2, 3) or merge < 1 or size[-2] % merge or size[-1] % merge:
+        raise ValueError(
+            f"a grid of {tuple(size)} tokens cannot be cut into blocks of {merge} x {merge}; give (h, w) or (t, h, w) "
+            "with h and w multiples of merge"
+        )
+    index = torch.arange(math.prod(size), device=device)
+    pattern = "(steps rows block_row columns block_column) -> (steps rows columns block_row block_column)"
+    return rearrange(
+        index, pattern, rows=size[-2] // merge, columns=size[-1] // merge, block_row=merge, block_column=merge
+    )
 
 
 def augment_positions(
@@ -237,6 +345,14 @@ def _check_size(size: Sequence[int]) -> None:
         # A length is symbolic while a model is exported with dynamic height and width.
         if isinstance(length, bool) or not isinstance(length, int | torch.SymInt) or length < 1:
             raise ValueError(f"a grid of {tuple(size)} tokens is not possible: every length must be a positive integer")
+
+
+def _check_samples(positions: Sequence[Tensor]) -> None:
+    if not len(positions):
+        raise ValueError("positions is empty; give the positions of at least one sample")
+    shapes = [tuple(sample.shape) for sample in positions]
+    if any(len(shape) != 2 or shape[-1] != shapes[0][-1] for shape in shapes):
+        raise ValueError(f"positions have shapes {shapes}; each must be (tokens, axes) with the same number of axes")
 
 
 def _check_augmentation(shift: float | None, jitter: float | None, rescale: float | None) -> None:
