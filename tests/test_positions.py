@@ -124,7 +124,7 @@ def test_an_axis_at_a_time_is_the_same_to_the_bit(name):
     assert not torch.equal(moved, positions)
 
 
-# --- crops, dropped patches, batches, packing, blocks ------------------------------------------------------------------
+# --- crops, dropped patches, batches, packing, blocks ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALL_COORDINATES)
