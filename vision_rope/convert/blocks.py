@@ -1,4 +1,4 @@
-"""timm's layers as conversion needs them: attention and blocks that take a rotation, patches of images of any size."""
+"""timm's layers as conversion needs them: attention and blocks that take positions, patches of images of any size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBl
 from torch import Tensor, nn
 
 from vision_rope.attention import attend
+from vision_rope.relative import RelativeTerms
 from vision_rope.rotation import Rotation, rotate, rotate_qkv
+
+Position = Rotation | RelativeTerms
 
 
 class AnySizePatchEmbed(PatchEmbed):
@@ -30,40 +33,59 @@ class AnySizePatchEmbed(PatchEmbed):
 
 
 class PositionedAttention(Attention):
-    """timm's Attention with a rotation of queries and keys."""
+    """timm's Attention with a rotation of queries and keys, or with what relative positions add to it."""
 
     def forward(
         self,
         x: Tensor,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        rotation: Rotation | None = None,
+        position: Position | None = None,
     ) -> Tensor:
         """Shapes: x (batch, tokens, dim) -> (batch, tokens, dim)."""
-        if rotation is None:
+        if position is None:
             return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
         gate = None if self.gate is None else self.gate(x).sigmoid()
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-        if isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity):
-            q, k, v = rotate_qkv(qkv, rotation)
-        else:
-            q, k, v = qkv.transpose(1, 3).unbind(2)
-            q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
-        attended = self._attend(q, k, v, attn_mask, is_causal, rotation.attention_scale)
+        attended = self._attend(*self._split(qkv, position), attn_mask, is_causal, position)
         x = self.norm(attended.transpose(1, 2).flatten(2))
         if gate is not None:
             x = x * gate
         return self.proj_drop(self.proj(x))
 
+    def _split(self, qkv: Tensor, position: Position) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (batch, heads, tokens, head_dim), turned where there is a rotation."""
+        if (
+            isinstance(position, Rotation)
+            and isinstance(self.q_norm, nn.Identity)
+            and isinstance(self.k_norm, nn.Identity)
+        ):
+            return rotate_qkv(qkv, position)
+        q, k, v = qkv.transpose(1, 3).unbind(2)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if isinstance(position, Rotation):
+            q, k = rotate(q, position), rotate(k, position)
+        return q, k, v
+
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, attention_scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, position: Position
     ) -> Tensor:
-        scale = self.scale * attention_scale
-        if not self.fused_attn:
+        scale = self.scale * position.attention_scale
+        terms = position if isinstance(position, RelativeTerms) else None
+        if terms is not None:
+            if is_causal and mask is not None:
+                raise ValueError("is_causal cannot be combined with attn_mask; put the causal part into attn_mask")
+            bias = terms.score_bias(q, k, scale)
+            mask = resolve_self_attn_mask(q.shape[-2], bias, mask, is_causal)
+            mask, is_causal = bias if mask is None else bias + mask, False
+        values = None if terms is None else terms.values
+        if values is not None or not self.fused_attn:
             scores = (q * scale) @ k.transpose(-2, -1)
             bias = resolve_self_attn_mask(q.shape[-2], scores, mask, is_causal)
-            scores = scores if bias is None else scores + bias
-            return self.attn_drop(scores.softmax(dim=-1)) @ v
+            scores = scores if bias is None else scores + bias.to(scores.dtype)
+            weights = self.attn_drop(scores.softmax(dim=-1))
+            attended = weights @ v
+            return attended if terms is None or values is None else attended + terms.value_term(weights)
         boolean = mask is not None and mask.dtype == torch.bool
         return attend(
             q,
@@ -72,58 +94,58 @@ class PositionedAttention(Attention):
             mask=mask if boolean else None,
             bias=None if boolean else mask,
             # torch's own default scale where nothing changes it, so that results stay equal to timm's to the last bit.
-            scale=None if attention_scale == 1.0 else scale,
+            scale=None if position.attention_scale == 1.0 else scale,
             dropout=self.attn_drop.p if self.training else 0.0,
             is_causal=is_causal,
         )
 
 
 class PositionedBlock(Block):
-    """timm's Block that hands a rotation to its attention."""
+    """timm's Block that hands positions to its attention."""
 
     def forward(
         self,
         x: Tensor,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        rotation: Rotation | None = None,
+        position: Position | None = None,
     ) -> Tensor:
         """Shapes: x (batch, tokens, dim) -> the same."""
-        attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, rotation=rotation)
+        attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, position=position)
         x = x + self.drop_path1(self.ls1(attended))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 class PositionedResPostBlock(ResPostBlock):
-    """timm's ResPostBlock (norms after the layers) that hands a rotation to its attention."""
+    """timm's ResPostBlock (norms after the layers) that hands positions to its attention."""
 
     def forward(
         self,
         x: Tensor,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        rotation: Rotation | None = None,
+        position: Position | None = None,
     ) -> Tensor:
         """Shapes: x (batch, tokens, dim) -> the same."""
-        attended = self.attn(x, attn_mask=attn_mask, is_causal=is_causal, rotation=rotation)
+        attended = self.attn(x, attn_mask=attn_mask, is_causal=is_causal, position=position)
         x = x + self.drop_path1(self.norm1(attended))
         return x + self.drop_path2(self.norm2(self.mlp(x)))
 
 
 class PositionedParallelThingsBlock(ParallelThingsBlock):
-    """timm's ParallelThingsBlock (attentions side by side) that hands a rotation to each of them."""
+    """timm's ParallelThingsBlock (attentions side by side) that hands positions to each of them."""
 
     def forward(
         self,
         x: Tensor,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        rotation: Rotation | None = None,
+        position: Position | None = None,
     ) -> Tensor:
         """Shapes: x (batch, tokens, dim) -> the same."""
         branches = []
         for branch in self.attns:
-            attended = branch.attn(branch.norm(x), attn_mask=attn_mask, is_causal=is_causal, rotation=rotation)
+            attended = branch.attn(branch.norm(x), attn_mask=attn_mask, is_causal=is_causal, position=position)
             branches.append(branch.drop_path(branch.ls(attended)))
         x = x + torch.stack(branches).sum(dim=0)
         return x + torch.stack([ffn(x) for ffn in self.ffns]).sum(dim=0)

@@ -1,13 +1,12 @@
 """timm's VisionTransformer family: vit, deit, deit3, siglip, clip, dinov2 (registers too).
 
 Conversion swaps classes in place: the model keeps its modules, weights and state-dict keys, and stays an instance of
-its timm class, but its forward computes the positions of the patch grid once and hands each block its rotation as an
-argument. No rotation is left in a module between calls.
+its timm class, but its forward computes the positions of the patch grid once and hands each block what they mean in
+its attention, a rotation or relative terms, as an argument. Nothing of that is left in a module between calls.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,27 +18,27 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from vision_rope.convert.blocks import BLOCKS, AnySizePatchEmbed, PositionedAttention, attention_layers
-from vision_rope.encodings import Sinusoidal
-from vision_rope.extension import Extension, check_name
-from vision_rope.positions import with_prefix
+from vision_rope.convert.blocks import BLOCKS, AnySizePatchEmbed, Position, PositionedAttention, attention_layers
+from vision_rope.encodings import build_encoding
+from vision_rope.extension import Extension, check_grid, check_name
+from vision_rope.positions import grid_positions, with_prefix
+from vision_rope.relative import RelativeEncoding
 from vision_rope.rope import Rope
 from vision_rope.rope_presets import PRESETS, preset
-from vision_rope.rotation import Rotation
-from vision_rope.suggestion import did_you_mean
+from vision_rope.sinusoidal import Sinusoidal
 
 
 class PositionedModel(nn.Module):
     """What conversion adds to a timm model: a position encoding, and grids of any size.
 
     Attributes:
-        position: the encoding as a module: a Rope, a Sinusoidal, or None (none, learned).
+        position: the encoding as a module: a Rope, a Sinusoidal, a RelativeEncoding, or None (none, learned).
         position_name: the encoding's name.
         train_grid: grid (rows, columns) of patches the model was built for.
         extension: context extension for larger grids: method, training grid and options; None where off.
     """
 
-    position: Rope | Sinusoidal | None
+    position: Rope | Sinusoidal | RelativeEncoding | None
     position_name: str
     train_grid: tuple[int, int]
     extension: tuple[str, tuple[int, ...], dict[str, Any]] | None
@@ -88,9 +87,9 @@ class PositionedModel(nn.Module):
             columns or visible, dim)
         Raises: ValueError where `kept` meets a model that drops patches by itself.
         """
-        x, rotations = self._place(patches, kept)
-        for block, rotation in zip(self.blocks, rotations, strict=False):
-            x = self._run_block(block, x, attn_mask, is_causal, rotation)
+        x, positions = self._place(patches, kept)
+        for block, position in zip(self.blocks, positions, strict=False):
+            x = self._run_block(block, x, attn_mask, is_causal, position)
         return self.norm(x)
 
     def forward_intermediates(
@@ -112,7 +111,7 @@ class PositionedModel(nn.Module):
         take, last = feature_take_indices(len(self.blocks), indices)
         patches = self.embed_patches(x)
         grid = (patches.shape[1], patches.shape[2])
-        x, rotations = self._place(patches)
+        x, positions = self._place(patches)
         prefix = self.num_prefix_tokens
         if output_fmt == "NCHW" and x.shape[1] != prefix + grid[0] * grid[1]:
             raise ValueError(
@@ -120,8 +119,8 @@ class PositionedModel(nn.Module):
             )
         maps, prefixes = [], []
         blocks = self.blocks[: last + 1] if stop_early else self.blocks
-        for index, (block, rotation) in enumerate(zip(blocks, rotations, strict=False)):
-            x = self._run_block(block, x, attn_mask, is_causal, rotation)
+        for index, (block, position) in enumerate(zip(blocks, positions, strict=False)):
+            x = self._run_block(block, x, attn_mask, is_causal, position)
             if index in take:
                 taken = self.norm(x) if norm else x
                 prefixes.append(taken[:, :prefix])
@@ -160,10 +159,24 @@ class PositionedModel(nn.Module):
                 f"{method} means nothing for the position encoding {self.position_name!r}: context extension "
                 "changes the frequencies of a rotary embedding, and there are none; use none"
             )
-        grid = self.train_grid if train_size is None else tuple(train_size)
+        grid = self.train_grid if train_size is None else self._check_train_size(train_size)
         # A grid that needs extension, so that options are checked now and not in the first forward pass that needs it.
         self.position.extension_for(method, train_size=grid, size=[2 * length for length in grid], **knobs)
         self.extension = (method, grid, knobs)
+
+    def _check_train_size(self, train_size: Sequence[int]) -> tuple[int, ...]:
+        """The grid, or ValueError where it is none of patches."""
+        own = f"this model was built for {self.train_grid} patches"
+        try:
+            grid = check_grid("train_size", train_size, len(self.train_grid), self.position_name)
+        except ValueError as error:
+            raise ValueError(f"{error}; {own}") from None
+        # Pixels where patches are meant switch extension off without a word; patches are rarely smaller than 8 pixels.
+        if all(length >= 8 * built for length, built in zip(grid, self.train_grid, strict=True)):
+            raise ValueError(
+                f"train_size is {grid}, which looks like pixels; it counts patches, and {own}: divide by the patch size"
+            )
+        return grid
 
     def fit_absolute(self, embedding: Tensor, grid: tuple[int, int]) -> Tensor:
         """An absolute embedding of this model's kind, trained on another grid (rows, columns), resampled to its own.
@@ -181,8 +194,8 @@ class PositionedModel(nn.Module):
             )
         return resample_abs_pos_embed(embedding, list(own), list(grid), num_prefix_tokens=prefix)
 
-    def _place(self, patches: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Sequence[Rotation | None]]:
-        """Patches -> tokens with prefix and absolute embedding, and the rotation of each block."""
+    def _place(self, patches: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Sequence[Position | None]]:
+        """Patches -> tokens with prefix and absolute embedding, and what each block gets of their positions."""
         grid = (patches.shape[1], patches.shape[2])
         x = self._pos_embed(patches)
         if isinstance(self.patch_drop, PatchDropoutWithIndices):
@@ -195,7 +208,7 @@ class PositionedModel(nn.Module):
         elif kept is not None:
             prefix, rest = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
             x = torch.cat((prefix, rest.gather(1, kept[..., None].expand(-1, -1, x.shape[-1]))), dim=1)
-        return self.norm_pre(x), self._rotations(grid, kept, x.device)
+        return self.norm_pre(x), self._positions(grid, kept, x.device)
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         """Patches (batch, rows, columns, dim) -> tokens with prefix; absolute embeddings are added here."""
@@ -208,22 +221,25 @@ class PositionedModel(nn.Module):
         prefix = [token.expand(x.shape[0], -1, -1) for token in tokens if token is not None]
         return self.pos_drop(torch.cat((*prefix, x.flatten(1, 2)), dim=1))
 
-    def _rotations(self, grid: tuple[int, int], kept: Tensor | None, device: torch.device) -> Sequence[Rotation | None]:
-        """The rotation of each block, for the patches that are left (kept: (batch, patches) indices; None: all)."""
-        if not isinstance(self.position, Rope):
+    def _positions(self, grid: tuple[int, int], kept: Tensor | None, device: torch.device) -> Sequence[Position | None]:
+        """What each block gets, for the patches that are left (kept: (batch, patches) indices; None: all)."""
+        encoding = self.position
+        if not isinstance(encoding, Rope | RelativeEncoding):
             return [None] * len(self.blocks)
-        if len(self.blocks) > self.position.depth:
+        if len(self.blocks) > encoding.depth:
             raise ValueError(
-                f"the model has {len(self.blocks)} blocks and its encoding layers for {self.position.depth}; "
+                f"the model has {len(self.blocks)} blocks and its encoding layers for {encoding.depth}; "
                 "add blocks before add_position"
             )
-        positions = self.position.positions(*grid, device=device)
+        if isinstance(encoding, RelativeEncoding):
+            positions = grid_positions(*grid, device=device)
+            return encoding(positions if kept is None else positions[kept], grid, self.num_prefix_tokens)
+        positions = encoding.positions(*grid, device=device)
         if self.training:
-            positions = self.position.coordinates.augment(positions)
+            positions = encoding.coordinates.augment(positions)
         if kept is not None:
             positions = positions[kept]
-        positions = with_prefix(positions, self.num_prefix_tokens)
-        return self.position.rotations(positions, self._extension(grid))
+        return encoding.rotations(with_prefix(positions, self.num_prefix_tokens), self._extension(grid))
 
     def _extension(self, grid: tuple[int, int]) -> Extension | None:
         if self.extension is None or not isinstance(self.position, Rope):
@@ -237,11 +253,11 @@ class PositionedModel(nn.Module):
         x: Tensor,
         attn_mask: Tensor | None,
         is_causal: bool,
-        rotation: Rotation | None,
+        position: Position | None,
     ) -> Tensor:
         if self.grad_checkpointing and not torch.jit.is_scripting():
-            return checkpoint(block, x, attn_mask, is_causal, rotation)
-        return block(x, attn_mask, is_causal, rotation)
+            return checkpoint(block, x, attn_mask, is_causal, position)
+        return block(x, attn_mask, is_causal, position)
 
     def _check_image_size(self, images: Tensor) -> None:
         if self.patch_embed.dynamic_img_pad:
@@ -312,9 +328,8 @@ def _attention_layers(model: Any) -> list[Attention]:
     return layers
 
 
-def _build_encoding(
-    model: Any, layer: Attention, position: str | Rope, options: dict[str, Any]
-) -> Rope | Sinusoidal | None:
+def _build_encoding(model: Any, layer: Attention, position: str | Rope, options: dict[str, Any]) -> Any:
+    """The encoding's module; None where it needs none."""
     if isinstance(position, Rope) or position in PRESETS:
         shape = {"head_dim": layer.head_dim, "num_heads": layer.num_heads, "depth": len(model.blocks)}
         rope = position if isinstance(position, Rope) else preset(position, **shape, **options)
@@ -340,15 +355,17 @@ def _build_encoding(
                 f"blocks; build it with depth={len(model.blocks)}"
             )
         return rope.to(layer.qkv.weight.device)
-    builder = {"sinusoidal": Sinusoidal}.get(position)
-    known = [] if builder is None else [name for name in inspect.signature(builder).parameters if name != "embed_dim"]
-    for option in options:
-        if option not in known:
-            raise ValueError(
-                f"position {position!r} has no option {option!r}; its options: {', '.join(known) or 'none'}"
-                f"{did_you_mean(option, known)}"
-            )
-    return None if builder is None else builder(model.embed_dim, **options)
+    encoding = build_encoding(
+        position,
+        options,
+        axes=2,
+        size=tuple(model.patch_embed.grid_size),
+        embed_dim=model.embed_dim,
+        num_heads=layer.num_heads,
+        head_dim=layer.head_dim,
+        depth=len(model.blocks),
+    )
+    return None if encoding is None else encoding.to(layer.qkv.weight)
 
 
 def _check_absolute(model: Any, name: str, keep_absolute: bool) -> None:
