@@ -23,7 +23,7 @@ EXAMPLES = """examples:
 """
 
 # Names of vision_rope.extension.EXTENSIONS, which --help may not import; a test compares them.
-METHODS = "none,interpolate,ntk,dynamic-ntk,ntk-by-parts,yarn,llama3,base,pitch"
+METHODS = "none, interpolate, ntk, dynamic-ntk, ntk-by-parts, yarn, llama3, base, pitch"
 
 
 class Parser(argparse.ArgumentParser):
@@ -127,7 +127,7 @@ def _add_evaluate(commands: Any) -> None:
     add("--root", help="folder that timm dataset names are looked up in")
     add("--split", help="name of the split [the validation split]")
     add("--sizes", help="sizes in pixels: 64,96,192x256 (rows x columns) [the run's own, else the training size]")
-    add("--extend", help=f"methods of context extension: {METHODS} [the run's own, else none]; none is always shown")
+    add("--extend", help=f"methods of context extension, of {METHODS} [the run's own, else none]; none is always shown")
     add("--out", help="folder for the results [RUN/evaluation or evaluation-NAME]")
     add("--crop-pct", type=float, help="resize the short side to size / this, then crop the centre [the run's, else 1]")
     add("--batch-size", type=int, help="images a forward pass [the run's own, else 64]")

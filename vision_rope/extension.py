@@ -79,7 +79,12 @@ EXTENSIONS: dict[str, Method] = {
         temperature=0.1,
     ),
     "llama3": Method("slow pairs interpolated by their own turns, learned ones too", formulas.llama3, "frequencies"),
-    "base": Method("one larger base for every larger grid", formulas.change_base, "ladder", BASE),
+    "base": Method(
+        "one larger base for every larger grid, 50 times the own one where none is given",
+        formulas.change_base,
+        "ladder",
+        BASE,
+    ),
     "pitch": Method("keep the training distance between tokens", formulas.pitch, coordinates="normalised"),
 }
 

@@ -24,7 +24,7 @@ def extension_table() -> list[Pair]:
 
     Presets are those with their default options.
     """
-    pairs = []
+    pairs: list[Pair] = []
     for name in PRESETS:
         rope = preset(name)
         kind = {"has_ladder": rope.ladders is not None, "bounded": rope.coordinates.bounded}
@@ -41,15 +41,15 @@ def format_extension_table() -> str:
         "",
         f"Printed by `{COMMAND}`.",
         "",
-        "An axis is extended by s = max(1, new / trained), with factors='max' all axes by the largest s. A grid that is",
-        "longer on no axis than in training is left alone by every method.",
+        "An axis is extended by s = max(1, new / trained), with factors='max' all axes by the largest s. Every method",
+        "leaves a grid alone that is longer on no axis than in training.",
         "",
         "| method | what it does | options and their defaults |",
         "|---|---|---|",
     ]
     for name, method in EXTENSIONS.items():
         knobs = ", ".join(f"{knob}={value!r}" for knob, value in method.knobs.items())
-        lines.append(f"| {name} | {method.summary} | {knobs} |")
+        lines.append(f"| {name} | {method.summary} | {knobs or 'none'} |")
     lines += [
         "",
         "A number in the second table is that of the reason below it.",
