@@ -1,67 +1,51 @@
-"""Context extension: the published numbers, closed forms, and what must not change."""
+"""Context extension: closed forms, what must not change, and what is refused. Peers: test_extension_peers.py."""
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from typing import Any
 
 import pytest
+import timm
 import torch
 from torch.testing import assert_close
 
 import vision_rope as vr
-from vision_rope.extension import EXTENSIONS
+from vision_rope import cli
+from vision_rope.extension import EXTENSIONS, reason_against
+from vision_rope.extension_formulas import GrowingAxis, yarn
+from vision_rope.extension_table import extension_table, format_extension_table
+from vision_rope.frequencies import Ladder
+from vision_rope.positions import Coordinates
 from vision_rope.rope_presets import PRESETS
 
-UNBOUNDED = [name for name in PRESETS if not vr.preset(name, head_dim=16).coordinates.bounded]
-BOUNDED = [name for name in PRESETS if name not in UNBOUNDED]
-WITH_LADDER = [name for name in UNBOUNDED if vr.preset(name, head_dim=16).ladders is not None]
+BOUNDED = [name for name in PRESETS if vr.preset(name).coordinates.bounded]
+UNBOUNDED = [name for name in PRESETS if name not in BOUNDED]
+WITH_LADDER = [name for name in UNBOUNDED if vr.preset(name).ladders is not None]
+DEFINED = {name: [p.method for p in extension_table() if p.preset == name and p.reason is None] for name in PRESETS}
+CHANGING = {name: [method for method in methods if method != "none"] for name, methods in DEFINED.items()}
+TRAINED, SMALLER, LARGER = (7, 6, 5), (7, 4, 5), (9, 12, 20)
 
 
-def sizes(rope, trained, new):
-    return {"train_size": (trained,) * rope.axes, "size": (new,) * rope.axes}
+def build(name: str) -> vr.Rope:
+    return vr.preset(name, head_dim=32, num_heads=2, depth=2)
 
 
-# --- numbers of the peers -------------------------------------------------------------------------------------------
+def extend(rope: vr.Rope, method: str, size: tuple[int, ...] = LARGER, **knobs: Any) -> vr.Rope:
+    """From TRAINED to a size, as many axes as the embedding has."""
+    return vr.extend(rope, method, train_size=TRAINED[-rope.axes :], size=size[-rope.axes :], **knobs)
 
 
-def test_golden_language_interpolation_and_yarn(golden):
-    vectors = golden("context_extension_1d")
-    rope = vr.preset("roformer", head_dim=64, pairing="half")
-    interpolated = vr.extend(rope, "interpolate", train_size=(256,), size=(1024,))
-    assert_close(interpolated.frequencies[0, 0, 0], vectors["linear4"])
-    for key, trained, factor, truncate in [
-        ("yarn4_orig256", 256, 4, True),
-        ("yarn4_orig256_notrunc", 256, 4, False),
-        ("yarn16_orig4096", 4096, 16, True),
-    ]:
-        yarn = vr.extend(rope, "yarn", train_size=(trained,), size=(factor * trained,), truncate=truncate)
-        assert_close(yarn.frequencies[0, 0, 0], vectors[key], atol=1e-7, rtol=1e-5)
-        # The peers multiply cos and sin; here the factor goes to the softmax scale, so it is squared.
-        rotation = yarn(yarn.positions(4))
-        assert_close(rotation.attention_scale, vectors[f"{key}_attn"].item() ** 2, rtol=1e-6, atol=0)
+def cos_of(rope: vr.Rope, size: tuple[int, ...] = LARGER, layer: int = 0) -> torch.Tensor:
+    return rope(rope.positions(*size[-rope.axes :]), layer).cos
 
 
-@pytest.mark.parametrize(("method", "key"), [("interpolate", "linear"), ("ntk", "ntk-aware"), ("yarn", "yarn")])
-def test_golden_vision_an_axis_at_a_time(golden, method, key):
-    """FiT's decoupled form: a 16 x 16 model at 20 x 32."""
-    vectors = golden("fit_vision_ntk_yarn")
-    trained = int(vectors["ori"])
-    # FiT turns the first half of the pairs with the row, at base 10000.
-    rope = vr.preset("eva02", head_dim=72, reference=(16, 16))
-    rope.coordinates = vr.preset("sam2").coordinates
-    size = (int(vectors["H"]), int(vectors["W"]))
-    extended = vr.extend(rope, method, train_size=(trained, trained), size=size).frequencies[0, 0]
-    assert_close(extended[0, :18], vectors[f"freqs_h_{key}_decouple"], atol=1e-7, rtol=1e-5)
-    assert_close(extended[1, 18:], vectors[f"freqs_w_{key}_decouple"], atol=1e-7, rtol=1e-5)
-
-
-def test_golden_rotary_embedding_torch(golden):
-    vectors = golden("rotary_embedding_torch")
-    rope = vr.preset("roformer", head_dim=vectors["interp_x"].shape[-1])
-    for key, method, factor in [("interp_out", "interpolate", 2), ("ntk_out", "ntk", 4)]:
-        extended = vr.extend(rope, method, train_size=(10,), size=(10 * factor,))
-        rotation = extended(extended.positions(vectors["interp_x"].shape[-2]))
-        assert_close(vr.rotate(vectors["interp_x"], rotation), vectors[key], atol=2e-5, rtol=1e-5)
+def multipliers(rope: vr.Rope, extended: vr.Rope, axis: int) -> torch.Tensor:
+    """What an extension does to the frequencies that turn with an axis, in the order of its ladder."""
+    slots = list(rope.ladders[axis].slots)
+    return (extended.frequencies / rope.frequencies)[0, 0, axis, slots]
 
 
 # --- closed forms ---------------------------------------------------------------------------------------------------
@@ -69,133 +53,493 @@ def test_golden_rotary_embedding_torch(golden):
 
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_interpolation_divides_positions(name):
-    rope = vr.preset(name, head_dim=16, num_heads=2, depth=2)
-    extended = vr.extend(rope, "interpolate", **sizes(rope, 4, 10))
-    positions = rope.positions(*(10,) * rope.axes)
+    rope = build(name)
+    extended = extend(rope, "interpolate")
+    positions = rope.positions(*LARGER[-rope.axes :])
+    factors = torch.tensor([new / old for old, new in zip(TRAINED, LARGER, strict=True)][-rope.axes :])
     for layer in range(2):
-        assert_close(extended(positions, layer).cos, rope(positions / 2.5, layer).cos, atol=2e-6, rtol=0)
+        wanted = rope((positions / factors).double(), layer).cos
+        assert_close(extended(positions, layer).cos, wanted, atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", WITH_LADDER)
-def test_ntk_keeps_the_fastest_pair_and_interpolates_the_slowest(name):
-    rope = vr.preset(name, head_dim=32)
-    factors = (vr.extend(rope, "ntk", **sizes(rope, 5, 15)).frequencies / rope.frequencies)[0, 0]
+def test_methods_that_change_the_base(name):
+    """Frequencies are those of a ladder with another base; pairs of one axis can be a part of a whole ladder."""
+    rope = build(name)
     for axis, rungs in enumerate(rope.ladders):
-        assert_close(factors[axis, rungs.slots[0]].item(), 1.0)
-        assert_close(factors[axis, rungs.slots[-1]].item(), 1 / 3, rtol=1e-5, atol=0)
+        s = LARGER[-rope.axes :][axis] / TRAINED[-rope.axes :][axis]
         d = 2 * rungs.pairs
-        base = rungs.base * 3 ** (d / (d - 2))
-        expected = torch.tensor([base ** (-i / rungs.pairs) for i in range(rungs.pairs)])
-        assert_close(factors[axis, list(rungs.slots)] * rope.frequencies[0, 0, axis, list(rungs.slots)], expected)
+        bases = {
+            "ntk": rungs.base * s ** (d / (d - 2)),
+            "dynamic-ntk": rungs.base * (2 * s - 1) ** (d / (d - 2)),
+            "base": 50 * rungs.base,
+        }
+        for method, base in bases.items():
+            got = extend(rope, method).frequencies[0, 0, axis, list(rungs.slots)]
+            wanted = torch.tensor([rungs.scale * base ** (-2 * rung / d) for rung in rungs.rungs])
+            assert_close(got, wanted, rtol=1e-5, atol=0, msg=lambda text, method=method: f"{method}: {text}")
+        given = extend(rope, "base", base=1e9)
+        assert_close(
+            multipliers(rope, given, axis),
+            torch.tensor([(1e9 / rungs.base) ** (-2 * rung / d) for rung in rungs.rungs]),
+        )
+        once = extend(rope, "dynamic-ntk", factor=1.0)
+        assert torch.equal(once.frequencies, extend(rope, "ntk").frequencies)
 
 
-@pytest.mark.parametrize("name", BOUNDED)
-def test_pitch_keeps_the_training_distance(name):
-    rope = vr.preset(name, head_dim=16)
-    extended = vr.extend(rope, "pitch", train_size=(4, 4), size=(8, 12))
-
-    def turn_between_neighbours(rope, grid):
-        positions = rope.positions(*grid).unflatten(0, grid)
-        steps = torch.stack((positions[1, 0] - positions[0, 0], positions[0, 1] - positions[0, 0]))
-        return (steps[:, :, None] * rope.frequencies[0, 0]).sum(1)
-
-    assert_close(turn_between_neighbours(extended, (8, 12)), turn_between_neighbours(rope, (4, 4)))
+def test_ntk_keeps_the_fastest_pair_and_interpolates_the_slowest():
+    rope = build("rope-vit-axial")
+    changed = multipliers(rope, extend(rope, "ntk"), axis=1)
+    assert changed[0] == 1.0
+    assert_close(changed[-1].item(), 1 / 4, rtol=1e-5, atol=0)
 
 
-def test_temperature_is_from_the_geometric_mean_and_cos_and_sin_stay_a_rotation():
+@pytest.mark.parametrize("method", ["yarn", "ntk-by-parts", "llama3"])
+@pytest.mark.parametrize("name", WITH_LADDER)
+def test_pairs_that_turn_often_stay_and_those_that_turn_seldom_are_interpolated(name, method):
+    """Whatever lies between the limits: by turns counted here, not by rungs."""
+    rope = vr.preset(name, head_dim=128)
+    trained, factor = 350, 3
+    extended = vr.extend(rope, method, train_size=(trained,) * rope.axes, size=(factor * trained,) * rope.axes)
+    fast, slow = {"yarn": (32, 1), "ntk-by-parts": (16, 0.75), "llama3": (4, 1)}[method]
+    seen = set()
+    for axis, rungs in enumerate(rope.ladders):
+        turns = rope.frequencies[0, 0, axis, list(rungs.slots)] * trained / (2 * math.pi)
+        changed = multipliers(rope, extended, axis)
+        # Limits are rounded outwards to whole rungs: one rung of room either way.
+        step = rungs.base ** (1 / rungs.pairs)
+        often, seldom = turns > fast * step, turns < slow / step
+        assert_close(changed[often], torch.ones_like(changed[often]))
+        assert_close(changed[seldom], torch.full_like(changed[seldom], 1 / factor))
+        between = changed[~often & ~seldom]
+        assert ((between >= 1 / factor - 1e-6) & (between <= 1 + 1e-6)).all()
+        seen |= {"often"} if often.any() else set()
+        seen |= {"seldom"} if seldom.any() else set()
+    assert "seldom" in seen
+    assert "often" in seen
+
+
+@pytest.mark.parametrize("method", ["yarn", "ntk-by-parts"])
+def test_an_axis_on_which_no_pair_turns_once_is_interpolated(method):
+    """Two frames in training: the peers' bounds cross there, and they leave such an axis unextended."""
+    rope = vr.preset("rope-vit-axial", head_dim=64)
+    extended = vr.extend(rope, method, train_size=(2, 200), size=(8, 200))
+    assert_close(multipliers(rope, extended, axis=0), torch.full((16,), 0.25))
+    assert_close(multipliers(rope, extended, axis=1), torch.ones(16))
+
+
+def test_an_axis_on_which_every_pair_turns_often_is_left_alone():
+    ladder = Ladder(base=2.0, pairs=4, slots=(0, 1, 2, 3))
+    axis = GrowingAxis(ladder.values(), ladder, trained=1_000_000, factor=4.0)
+    assert torch.equal(yarn(axis), torch.ones(4, dtype=torch.float64))
+
+
+def test_ntk_by_parts_has_three_parts():
+    """Limits set so far apart that each part is pure."""
+    rope = vr.preset("roformer", head_dim=64)
+    sizes = {"train_size": (1000,), "size": (4000,)}
+    never, always = 1e-6, 1e6  # turns that no pair falls below, or above
+    ntk = vr.extend(rope, "ntk", **sizes).frequencies
+    follow_ntk = {"linear_fast": 2 * never, "linear_slow": never}
+    follow_linear = {"linear_fast": 2 * always, "linear_slow": always}
+    change_all = {"beta_fast": 2 * always, "beta_slow": always}
+    got = vr.extend(rope, "ntk-by-parts", **sizes, **follow_ntk, **change_all).frequencies
+    assert_close(got, ntk)
+    got = vr.extend(rope, "ntk-by-parts", **sizes, **follow_linear, **change_all).frequencies
+    # The fastest rung bounds the ramp.
+    assert_close(got[..., 1:], rope.frequencies[..., 1:] / 4)
+    kept = {"beta_fast": 2 * never, "beta_slow": never}
+    assert_close(vr.extend(rope, "ntk-by-parts", **sizes, **kept).frequencies[..., :31], rope.frequencies[..., :31])
+
+
+def test_llama3_is_linear_in_the_turns_of_each_frequency():
+    """Equations 17 and 18 of YaRN's paper, for learned frequencies of either sign, by loops."""
+    rope = build("rope-vit-mixed")
+    with torch.no_grad():
+        rope.learned_frequencies.mul_(3)
+    extended = extend(rope, "llama3", low_freq_factor=0.5, high_freq_factor=3.0)
+    learned = rope.frequencies.detach().double()
+    kinds = set()
+    for layer, head, axis, pair in torch.cartesian_prod(*map(torch.arange, learned.shape)).tolist():
+        trained, factor = TRAINED[-2:][axis], LARGER[-2:][axis] / TRAINED[-2:][axis]
+        frequency = learned[layer, head, axis, pair].item()
+        turns = abs(frequency) * trained / (2 * math.pi)
+        kept = 0.0 if turns < 0.5 else 1.0 if turns > 3 else (turns - 0.5) / 2.5
+        kinds.add("slow" if turns < 0.5 else "fast" if turns > 3 else "between")
+        wanted = frequency * kept + frequency / factor * (1 - kept)
+        assert_close(extended.frequencies[layer, head, axis, pair].item(), wanted, rtol=1e-5, atol=1e-7)
+    assert kinds == {"slow", "fast", "between"} or kinds == {"slow", "between"}
+
+
+def turn_between_neighbours(rope: vr.Rope, grid: tuple[int, int]) -> torch.Tensor:
+    positions = rope.positions(*grid).unflatten(0, grid)
+    steps = torch.stack((positions[1, 0] - positions[0, 0], positions[0, 1] - positions[0, 0]))
+    return (steps[:, :, None] * rope.frequencies[0, 0]).sum(1)
+
+
+@pytest.mark.parametrize("normalize", ["separate", "min", "max", "reference"])
+@pytest.mark.parametrize("size", [(8, 12), (4, 8), (8, 4), (3, 8), (12, 12)])
+def test_pitch_keeps_the_training_distance(normalize, size):
+    """Also where all axes are divided by one length, so that an axis that did not grow has changed its distances."""
+    rope = vr.preset("dinov3", head_dim=16)
+    rope.coordinates = Coordinates(reference=(16, 16)) if normalize == "reference" else Coordinates(normalize=normalize)
+    extended = vr.extend(rope, "pitch", train_size=(4, 4), size=size)
+    wanted, got = turn_between_neighbours(rope, (4, 4)), turn_between_neighbours(extended, size)
+    if normalize in ("separate", "reference"):
+        grown = [new >= 4 for new in size]  # a smaller axis changes nothing, its distances are larger
+    else:
+        grown = [(min if normalize == "min" else max)(size) >= 4] * 2
+    for axis, kept in enumerate(grown):
+        assert torch.allclose(got[axis], wanted[axis], atol=1e-5) == kept
+
+
+def test_temperature_is_from_the_geometric_mean():
     rope = vr.preset("rope-vit-axial")
-    extended = vr.extend(rope, "yarn", train_size=(8, 8), size=(16, 32))
-    rotation = extended(extended.positions(16, 32))
-    assert_close(rotation.attention_scale, (0.1 * math.log(math.sqrt(2 * 4)) + 1) ** 2)
-    assert_close(rotation.cos**2 + rotation.sin**2, torch.ones_like(rotation.cos))
+    sizes = {"train_size": (8, 8), "size": (16, 32)}
+
+    def scale(method, **knobs):
+        return vr.extend(rope, method, **sizes, **knobs)(rope.positions(16, 32)).attention_scale
+
+    assert_close(scale("yarn"), (0.1 * math.log(math.sqrt(2 * 4)) + 1) ** 2)
+    assert_close(scale("yarn", temperature=0.3), (0.3 * math.log(math.sqrt(2 * 4)) + 1) ** 2)
+    assert_close(scale("yarn", factors="max"), (0.1 * math.log(4) + 1) ** 2)
+    assert scale("yarn", temperature=0) == 1.0
+    assert_close(scale("ntk-by-parts", temperature=0.1), scale("yarn"))
+    for method in EXTENSIONS:
+        if method not in ("yarn", "pitch"):
+            assert scale(method) == 1.0
     assert vr.extend(rope, "yarn", train_size=(8, 8), size=(8, 4))(rope.positions(8, 4)).attention_scale == 1.0
 
 
-# --- what must not change -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", PRESETS)
+def test_one_factor_for_all_axes_is_the_largest(name):
+    rope = build(name)
+    axes = rope.axes
+    for method in CHANGING[name]:
+        if method == "pitch":  # the distance of an axis is its own
+            with pytest.raises(ValueError, match="no option 'factors'"):
+                extend(rope, method, factors="max")
+            continue
+        # One axis grows four times, the others not at all.
+        shared = vr.extend(rope, method, train_size=(6,) * axes, size=(6,) * (axes - 1) + (24,), factors="max")
+        apart = vr.extend(rope, method, train_size=(6,) * axes, size=(24,) * axes)
+        assert torch.equal(shared.frequencies, apart.frequencies), method
+
+
+# --- contract: every method that is defined for a preset ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_factor_one_and_smaller_sizes_are_the_identity(name):
+    """To the bit."""
+    rope = build(name)
+    for method in DEFINED[name]:
+        for size in (TRAINED, SMALLER, (2, 2, 2)):
+            extended = extend(rope, method, size)
+            for layer in range(2):
+                assert torch.equal(cos_of(extended, size, layer), cos_of(rope, size, layer)), method
+            rotation = extended(rope.positions(*size[-rope.axes :]))
+            assert rotation.attention_scale == 1.0
+            assert torch.equal(extended.frequencies, rope.frequencies)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_extended_rotations(name):
+    """Shape, finite, of length one, and no pair turns further than without the method; the state dict is untouched."""
+    rope = build(name)
+    before = {key: value.clone() for key, value in rope.state_dict().items()}
+    for method in DEFINED[name]:
+        extended = extend(rope, method)
+        positions = extended.positions(*LARGER[-rope.axes :])
+        for layer, rotation in enumerate(extended.rotations(positions)):
+            plain = rope(positions, layer)
+            assert rotation.cos.shape == plain.cos.shape
+            assert rotation.cos.dtype == torch.float32
+            assert rotation.cos.isfinite().all()
+            assert_close(rotation.cos**2 + rotation.sin**2, torch.ones_like(rotation.cos))
+            assert torch.equal(rotation.cos, plain.cos) == (method == "none"), method
+            assert torch.equal(rotation.cos, extended(positions, layer).cos)
+        if method != "pitch":  # which leaves the range of normalised coordinates, that is its purpose
+            assert (extended.frequencies.abs() <= rope.frequencies.abs() * (1 + 1e-6)).all(), method
+        assert list(extended.state_dict()) == list(before)
+        assert all(torch.equal(extended.state_dict()[key], value) for key, value in before.items())
+        assert rope.extension is None
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_axes_are_extended_apart(name):
+    rope = build(name)
+    for method in CHANGING[name]:
+        for grown in range(rope.axes):
+            size = tuple(24 if axis == grown else 6 for axis in range(rope.axes))
+            extended = vr.extend(rope, method, train_size=(6,) * rope.axes, size=size)
+            for axis in range(rope.axes):
+                same = torch.equal(extended.frequencies[..., axis, :], rope.frequencies[..., axis, :])
+                assert same == (axis != grown), method
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_copies_casts_and_pickles(name):
+    """Failure class 4."""
+    for method in CHANGING[name]:
+        extended = extend(build(name), method)
+        before = cos_of(extended)
+        for other in (copy.deepcopy(extended), pickle.loads(pickle.dumps(extended)), copy.copy(extended)):
+            assert torch.equal(cos_of(other), before), method
+            assert torch.equal(cos_of(other.bfloat16()), before), method
+
+
+@pytest.mark.parametrize("method", [method for method in EXTENSIONS if method != "none"])
+def test_two_configurations_in_one_process(method):
+    """And the embedding that was trained is the same before, between and after."""
+    name = "eva02" if method == "pitch" else "sam2"
+    rope, other = build(name), vr.preset(name, head_dim=32, base=20.0)
+    plain, other_plain = cos_of(rope), cos_of(other)
+    first, second = extend(rope, method), extend(rope, method, (9, 30, 12))
+    third = extend(other, method)
+    before = [cos_of(each) for each in (first, second, third)]
+    assert torch.equal(cos_of(rope), plain)
+    assert torch.equal(cos_of(other), other_plain)
+    alone = extend(build(name), method)
+    assert torch.equal(cos_of(alone), before[0])
+    assert [torch.equal(cos_of(each), kept) for each, kept in zip((first, second, third), before, strict=True)]
+    if method != "base":
+        assert not torch.equal(before[0], before[1])
+    assert not torch.equal(before[0], before[2])
+
+
+@pytest.mark.parametrize("method", CHANGING["rope-vit-mixed"])
+def test_learned_frequencies_stay_shared_and_trainable(method):
+    rope = build("rope-vit-mixed")
+    extended = extend(rope, method)
+    assert extended.learned_frequencies is rope.learned_frequencies
+    extended(extended.positions(8, 8)).sin.sum().backward()
+    assert rope.frequencies.grad.isfinite().all()
+    assert rope.frequencies.grad.abs().sum() > 0
+    with torch.no_grad():
+        rope.learned_frequencies.mul_(20)
+    # The extension follows the values, it does not keep those of the day it was made.
+    assert_close(extended.frequencies, extend(rope, method).frequencies, rtol=0, atol=0)
+
+
+def test_gradient_of_learned_frequencies_is_exact():
+    rope = build("rope-vit-mixed")
+    row = extend(rope, "llama3").extension
+    frequencies = (rope.frequencies.detach().double() * 5).requires_grad_()
+    assert torch.autograd.gradcheck(row.apply, (frequencies,))
 
 
 @pytest.mark.parametrize("method", EXTENSIONS)
+def test_repr_shows_the_extension(method):
+    rope = build("eva02" if method == "pitch" else "qwen3-vl")
+    knobs = {knob: value for knob, value in EXTENSIONS[method].knobs.items() if value is not None}
+    text = repr(extend(rope, method, **knobs))
+    if method == "none":
+        assert text == repr(rope)
+        return
+    grids = ["x".join(map(str, size[-rope.axes :])) for size in (TRAINED, LARGER)]
+    for words in (method, f"{grids[0]} -> {grids[1]}", *(f"{knob}={value!r}" for knob, value in knobs.items())):
+        assert words in text
+
+
+def test_none_switches_nothing_and_can_be_followed_by_a_method():
+    rope = build("sam2")
+    same = extend(rope, "none")
+    assert same is not rope
+    assert same.extension is None
+    assert torch.equal(cos_of(extend(same, "yarn")), cos_of(extend(rope, "yarn")))
+
+
+# --- the table of what is defined -----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("name", PRESETS)
-def test_factor_one_and_smaller_sizes_are_the_identity(name, method):
-    rope = vr.preset(name, head_dim=16)
-    if not defined(rope, method):
-        return
-    for new in (7, 4):
-        extended = vr.extend(rope, method, **sizes(rope, 7, new))
-        positions = rope.positions(*(new,) * rope.axes)
-        assert torch.equal(extended(positions).cos, rope(positions).cos)
-        assert extended(positions).attention_scale == 1.0
+def test_the_table_is_what_extend_does(name):
+    rope = build(name)
+    assert [pair.method for pair in extension_table() if pair.preset == name] == list(EXTENSIONS)
+    for pair in extension_table():
+        if pair.preset != name:
+            continue
+        if pair.reason is None:
+            extend(rope, pair.method)
+            continue
+        with pytest.raises(ValueError, match=rf"^{pair.method} means nothing for {name}: .*; use none") as caught:
+            extend(rope, pair.method)
+        reason, remedy = str(caught.value).split("; use ")
+        assert reason.endswith(pair.reason)
+        assert remedy.replace(" or ", ", ").split(", ") == DEFINED[name]
 
 
-@pytest.mark.parametrize("name", [name for name in UNBOUNDED if vr.preset(name, head_dim=16).axes == 2])
-@pytest.mark.parametrize("method", ["interpolate", "ntk", "yarn"])
-def test_axes_are_extended_apart(name, method):
-    rope = vr.preset(name, head_dim=16)
-    if not defined(rope, method):
-        return
-    changed = vr.extend(rope, method, train_size=(6, 6), size=(6, 12)).frequencies / rope.frequencies
-    assert (changed[..., 0, :].nan_to_num(1.0) == 1.0).all()
-    assert (changed[..., 1, :].nan_to_num(1.0) != 1.0).any()
+def test_what_means_something_for_which_kind():
+    def defined(**kind):
+        return [method for method in EXTENSIONS if reason_against(method, **kind) is None]
+
+    assert defined(has_ladder=True, bounded=False) == [method for method in EXTENSIONS if method != "pitch"]
+    assert defined(has_ladder=False, bounded=False) == ["none", "interpolate", "llama3"]
+    assert defined(has_ladder=True, bounded=True) == defined(has_ladder=False, bounded=True) == ["none", "pitch"]
 
 
-def test_learned_frequencies_stay_shared_and_trainable():
-    rope = vr.preset("rope-vit-mixed", head_dim=16, num_heads=2, depth=2)
-    extended = vr.extend(rope, "interpolate", train_size=(4, 4), size=(8, 8))
-    assert extended.learned_frequencies is rope.learned_frequencies
-    extended(extended.positions(8, 8)).sin.sum().backward()
-    assert rope.frequencies.grad.abs().sum() > 0
-    with torch.no_grad():
-        rope.learned_frequencies.mul_(2)
-    assert_close(extended.frequencies, rope.frequencies / 2)
-    assert rope.extension is None
+def test_the_committed_table_is_that_of_the_command(capsys, request):
+    assert cli.main(["presets", "--extend"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == format_extension_table()
+    page = request.config.rootpath / "docs" / "extension_methods.md"
+    assert page.read_text() == printed, "run: vision-rope presets --extend > docs/extension_methods.md"
+    for name in (*PRESETS, *EXTENSIONS):
+        assert f"| {name} |" in printed
 
 
-def test_extended_embeddings_survive_casts():
-    extended = vr.extend(vr.preset("rope-vit-axial"), "ntk", train_size=(4, 4), size=(8, 8))
-    before = extended(extended.positions(8, 8)).sin
-    assert torch.equal(extended.bfloat16()(extended.positions(8, 8)).sin, before)
+def test_help_names_every_method():
+    assert cli.METHODS.split(", ") == list(EXTENSIONS)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
 
-
-def defined(rope, method):
-    try:
-        rope.extension_for(method, **sizes(rope, 4, 4))
-    except ValueError:
-        return False
-    return True
+BOTH = {"train_size": (4, 4), "size": (8, 8)}
 
 
-@pytest.mark.parametrize("method", EXTENSIONS)
-@pytest.mark.parametrize("name", PRESETS)
-def test_methods_that_mean_nothing_give_their_reason(name, method):
-    rope = vr.preset(name, head_dim=16)
-    expected = method == "none" or (name in BOUNDED) == (method == "pitch")
-    if method in ("ntk", "yarn") and rope.ladders is None:
-        expected = False
-    assert defined(rope, method) == expected
-    if not expected:
-        with pytest.raises(ValueError, match=rf"{method} means nothing for {name}: .*; use none"):
-            vr.extend(rope, method, **sizes(rope, 4, 8))
-
-
-def test_other_bad_input_is_refused():
+@pytest.mark.parametrize("size", [(8, 8), (4, 4)])
+@pytest.mark.parametrize(
+    ("method", "knobs", "words"),
+    [
+        ("yarm", {}, r"method is 'yarm'.*did you mean 'yarn'"),
+        ("dynamic_ntk", {}, r"did you mean 'dynamic-ntk'"),
+        ("yarn", {"beta_fats": 3.0}, r"no option 'beta_fats'; its options: beta_fast, .*did you mean 'beta_fast'"),
+        ("ntk", {"beta_fast": 3.0}, r"'ntk' has no option 'beta_fast'; its options: factors"),
+        ("none", {"factors": "max"}, r"'none' has no option 'factors'; its options: none"),
+        ("yarn", {"beta_fast": 1.0, "beta_slow": 2.0}, "beta_fast is 1.0 and beta_slow 2.0.*must be the larger"),
+        ("yarn", {"beta_fast": 1.0}, "beta_fast must be the larger"),
+        ("yarn", {"beta_slow": 0}, "beta_slow is 0; it must be a positive number"),
+        ("yarn", {"beta_fast": math.nan}, "beta_fast is nan; it must be a positive number"),
+        ("yarn", {"beta_fast": "32"}, "beta_fast is '32'; it must be a positive number"),
+        ("yarn", {"truncate": "no"}, "truncate is 'no'; it must be True or False"),
+        ("yarn", {"truncate": 0}, "truncate is 0; it must be True or False"),
+        ("yarn", {"temperature": -0.1}, "temperature is -0.1; it must be zero or a positive number"),
+        ("yarn", {"temperature": None}, "temperature is None; it must be"),
+        ("ntk-by-parts", {"linear_fast": 0.5}, "linear_fast must be the larger"),
+        ("ntk-by-parts", {"beta_slow": 99.0}, "beta_fast must be the larger"),
+        ("ntk-by-parts", {"truncate": None}, "truncate is None"),
+        ("llama3", {"low_freq_factor": 4.0}, "high_freq_factor must be the larger"),
+        ("llama3", {"high_freq_factor": True}, "high_freq_factor is True; it must be a positive number"),
+        ("dynamic-ntk", {"factor": -1}, "factor is -1; it must be a positive number"),
+        ("dynamic-ntk", {"factor": math.inf}, "factor is inf; it must be a positive number"),
+        ("base", {"base": 0}, "base is 0; it must be a positive number"),
+        ("base", {"base": 100.0}, "base is 100 and the embedding's own base 100; the new one must be larger"),
+        ("base", {"base": 10}, "base is 10 and the embedding's own base 100"),
+        ("interpolate", {"factors": "min"}, "factors is 'min'; choose 'separate'.*'max'"),
+        ("interpolate", {"factors": None}, "factors is None; choose"),
+    ],
+)
+def test_wrong_options_are_refused_at_any_size(method, knobs, words, size):
+    """Failure class 16."""
     rope = vr.preset("rope-vit-axial")
-    both = {"train_size": (4, 4), "size": (8, 8)}
-    with pytest.raises(ValueError, match=r"did you mean 'yarn'"):
-        vr.extend(rope, "yarm", **both)
-    with pytest.raises(ValueError, match=r"'ntk' has no option 'beta_fast'; its options: none"):
-        vr.extend(rope, "ntk", beta_fast=3.0, **both)
-    with pytest.raises(ValueError, match="beta_fast must be the larger"):
-        vr.extend(rope, "yarn", beta_fast=1.0, beta_slow=2.0, **both)
-    with pytest.raises(ValueError, match=r"train_size \(4,\) has 1 axes"):
-        vr.extend(rope, "ntk", train_size=(4,), size=(8, 8))
-    with pytest.raises(ValueError, match="they must agree"):
-        vr.extend(rope, "ntk", train_size=(4, 4), size=(8,))
-    with pytest.raises(ValueError, match="positive lengths"):
-        vr.extend(rope, "ntk", train_size=(0, 4), size=(8, 8))
+    with pytest.raises(ValueError, match=words):
+        vr.extend(rope, method, train_size=(4, 4), size=size, **knobs)
+
+
+def test_wrong_options_are_refused_for_learned_frequencies():
+    with pytest.raises(ValueError, match="low_freq_factor is -1"):
+        vr.extend(vr.preset("rope-vit-mixed"), "llama3", **BOTH, low_freq_factor=-1)
+
+
+@pytest.mark.parametrize("name", ["roformer", "rope-vit-axial", "qwen3-vl"])
+@pytest.mark.parametrize("which", ["train_size", "size"])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (224, r"{which} is 224; it must be a grid of tokens with one length for each axis of {name}"),
+        ("14x14", r"{which} is '14x14'; it must be a grid"),
+        (None, r"{which} is None; it must be a grid"),
+        ((4,) * 4, r"{which} \(4, 4, 4, 4\) has 4 axes and {name} has "),
+        ((), r"{which} \(\) has 0 axes and {name} has "),
+        (0, r"positive lengths"),
+        (-3, r"positive lengths"),
+        (14.0, r"in whole tokens"),
+        (True, r"in whole tokens"),
+        ("4", r"in whole tokens"),
+    ],
+)
+def test_wrong_grids_are_refused(name, which, wrong, words):
+    rope = vr.preset(name)
+    # A single wrong length stands at the last axis of a grid that is right otherwise.
+    single = isinstance(wrong, int | float | str) and wrong not in (224, "14x14")
+    grids = dict.fromkeys(("train_size", "size"), (4,) * rope.axes)
+    grids[which] = (4,) * (rope.axes - 1) + (wrong,) if single else wrong
+    with pytest.raises(ValueError, match=words.format(which=which, name=name)):
+        vr.extend(rope, "none" if rope.axes == 1 else "yarn", **grids)
+
+
+def test_extending_twice_is_refused():
+    rope = vr.preset("rope-vit-axial")
     with pytest.raises(ValueError, match="extended already"):
-        vr.extend(vr.extend(rope, "ntk", **both), "ntk", **both)
-    with pytest.raises(ValueError, match="at least two pairs"):
-        vr.extend(vr.preset("rope-vit-axial", head_dim=4), "ntk", **both)
+        vr.extend(vr.extend(rope, "ntk", **BOTH), "ntk", **BOTH)
+
+
+@pytest.mark.parametrize("method", ["ntk", "dynamic-ntk", "ntk-by-parts"])
+def test_a_ladder_of_one_pair_is_refused(method):
+    with pytest.raises(ValueError, match=r"a ladder of 1 pair .*at least two pairs"):
+        vr.extend(vr.preset("rope-vit-axial", head_dim=4), method, **BOTH)
+
+
+@pytest.mark.parametrize("method", ["yarn", "ntk-by-parts"])
+def test_a_ladder_that_does_not_descend_is_refused(method):
+    with pytest.raises(ValueError, match="base is 1, so its pairs do not turn slower"):
+        vr.extend(vr.preset("rope-vit-axial", base=1.0), method, **BOTH)
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def model_of(image: tuple[int, int], patch: int = 16):
+    plain = timm.create_model(
+        "vit_tiny_patch16_224", img_size=image, patch_size=patch, embed_dim=32, num_heads=2, depth=1, num_classes=2
+    )
+    return vr.add_position(plain, "rope-vit-axial").eval()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (224, r"train_size is 224; it must be a grid of tokens.*built for \(14, 10\) patches"),
+        ((224, 160), r"train_size is \(224, 160\), which looks like pixels; it counts patches.*\(14, 10\) patches"),
+        ((256, 256), r"looks like pixels"),
+        ((14,), r"has 1 axis and rope-vit-axial has 2 axes.*\(14, 10\) patches"),
+        ((14.0, 14), r"in whole tokens; this model was built for \(14, 10\) patches"),
+    ],
+)
+def test_training_size_of_a_model_counts_patches(wrong, words):
+    """Pixels would switch the extension off without a word."""
+    model = model_of((224, 160))
+    vr.set_extension(model, "ntk", factors="max")
+    before = model.extension
+    with pytest.raises(ValueError, match=words):
+        vr.set_extension(model, "interpolate", train_size=wrong)
+    assert model.extension == before == ("ntk", (14, 10), {"factors": "max"})
+    # Larger than the model was built for, and possible.
+    vr.set_extension(model, "interpolate", train_size=[28, 40])
+    assert model.extension == ("interpolate", (28, 40), {})
+
+
+@pytest.mark.parametrize(
+    ("method", "knobs"),
+    [
+        ("interpolate", {"factors": "max"}),
+        ("dynamic-ntk", {"factor": 3.0}),
+        ("ntk-by-parts", {"beta_fast": 4.0, "temperature": 0.2}),
+        ("yarn", {"temperature": 0.0}),
+        ("llama3", {"low_freq_factor": 0.1}),
+        ("base", {"base": 3000.0}),
+    ],
+)
+def test_options_reach_a_model(method, knobs):
+    """Each changes the output at a larger size, and nothing at the size of training."""
+    model = model_of((16, 16), patch=4)
+    small, large = torch.randn(2, 3, 16, 16), torch.randn(2, 3, 24, 40)
+    outputs = []
+    with torch.no_grad():
+        plain = model(small)
+        for given in ({}, knobs):
+            vr.set_extension(model, method, **given)
+            assert torch.equal(model(small), plain)
+            outputs.append(model(large))
+    assert not torch.equal(outputs[0], outputs[1])

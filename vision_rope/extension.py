@@ -251,7 +251,7 @@ def compute_extension(
         scaled = method.formula(GrowingAxis(frequencies, ladder, trained, factor), **given)
         if factor != 1.0:
             multiplier[index, slice(None) if ladder is None else list(ladder.slots)] = scaled
-    scale = 1.0 if temperature is None else formulas.attention_scale(factors, temperature)
+    scale = 1.0 if method.temperature is None else formulas.attention_scale(factors, temperature)
     if all(factor == 1.0 for factor in factors):
         return None
     grids = tuple(train_size), tuple(size)
