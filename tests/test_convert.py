@@ -26,6 +26,7 @@ from vision_rope.convert import FAMILIES
 from vision_rope.encodings import ENCODINGS
 from vision_rope.extension import EXTENSIONS
 from vision_rope.frequencies import Ladder
+from vision_rope.relative import RelativeEncoding
 from vision_rope.rope_presets import PRESETS
 
 HEAD_DIM, HEADS, DEPTH = 24, 2, 2
@@ -48,6 +49,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 ROPES = [name for name in PRESETS if vr.preset(name, head_dim=HEAD_DIM).axes == 2]
 LEARNED = [name for name in ROPES if isinstance(vr.preset(name, head_dim=HEAD_DIM).frequencies, nn.Parameter)]
 FIXED = [name for name in ROPES if name not in LEARNED]
+RELATIVE = [
+    name for name, row in ENCODINGS.items() if isinstance(row.build, type) and issubclass(row.build, RelativeEncoding)
+]
 POSITIONS = [*ROPES, *ENCODINGS]
 
 
@@ -69,10 +73,12 @@ def randomise(model: nn.Module, seed: int = 1) -> Any:
     """Weights that let every layer matter: timm begins with zero biases and with layer scales of 1e-5."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if name.startswith("position."):
+        if name == "position.learned_frequencies":
             continue
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim > 1:
+        if name.startswith("position."):
+            parameter.copy_(noise * 0.3)
+        elif parameter.ndim > 1:
             parameter.copy_(noise * (1.5 / math.sqrt(parameter[0].numel())))
         else:
             parameter.copy_(noise * 0.1 + (1.0 if "norm" in name or "gamma" in name else 0.0))
@@ -120,6 +126,15 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(LEARNED, ("learned_frequencies",)),
+    "shaw": ("keys", "values"),
+    "transformer-xl": ("projection", "content_query", "position_query"),
+    "t5": ("biases",),
+    "deberta": ("embeddings", "key_projection", "query_projection"),
+}
+
+
 # ---- what timm did, it still does
 
 
@@ -158,7 +173,7 @@ def _train_step(model: Any, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 def test_state_dict_keys_stay(kind: str, position: str) -> None:
     theirs = randomise(timm.create_model(MODELS[kind][0], **options_of(kind)))
     ours = build(kind, position)
-    added = {"position.learned_frequencies"} if position in LEARNED else set()
+    added = {f"position.{name}" for name in PARAMETERS.get(position, ())}
     removed = set() if position == "learned" else {"pos_embed"}
     weights = theirs.state_dict()
     assert set(ours.state_dict()) == set(weights) - removed | added
@@ -289,6 +304,10 @@ def test_forward_runs_every_block() -> None:
 
 
 def pair_channels(pair: int, head_dim: int, pairing: str) -> tuple[int, int]:
+    if pairing == "half-per-axis":
+        quarter = head_dim // 4
+        first = pair // quarter * 2 * quarter + pair % quarter
+        return first, first + quarter
     return (2 * pair, 2 * pair + 1) if pairing == "interleaved" else (pair, pair + head_dim // 2)
 
 
@@ -508,7 +527,8 @@ def test_same_token_count_on_another_grid(position: str) -> None:
             assert (after - before).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("position", FIXED)
+# Pixtral gives rows and columns different frequencies.
+@pytest.mark.parametrize("position", [name for name in FIXED if name != "pixtral"])
 def test_transposed_picture_is_seen_differently(position: str) -> None:
     """Failure class 1: with rows and columns swapped in the head's channels too, the answer is the same."""
     model = build("average pooling", position)
@@ -900,7 +920,8 @@ def test_inference_mode_first_then_training(position: str) -> None:
     fresh = build(position=position)
     if not any(parameter.is_inference() for parameter in model.parameters()):
         fresh.load_state_dict(model.state_dict())
-        assert torch.equal(model(x), inferred)
+        # Where a bias needs a gradient, torch computes attention by another kernel.
+        assert_close(model(x), inferred, rtol=0, atol=1e-5 if position in RELATIVE else 0)
         model(x).square().sum().backward()
         gradients(model)
     model = fresh
@@ -910,7 +931,7 @@ def test_inference_mode_first_then_training(position: str) -> None:
     out = model(x)
     out.square().sum().backward()
     gradients(model)
-    assert torch.equal(model.eval()(x), wanted)
+    assert_close(model.eval()(x), wanted, rtol=0, atol=1e-5 if position in RELATIVE else 0)
 
 
 @pytest.mark.parametrize("position", ROPES)
@@ -1050,7 +1071,7 @@ def test_training_grid_of_an_extension() -> None:
     [
         ("interpolat", {}, ("interpolat", "did you mean 'interpolate'")),
         ("yarn", {"beta_fats": 2.0}, ("beta_fats", "beta_fast")),
-        ("interpolate", {"beta_fast": 2.0}, ("beta_fast", "none")),
+        ("interpolate", {"beta_fast": 2.0}, ("beta_fast", "factors")),
         ("none", {"beta_fast": 2.0}, ("beta_fast",)),
         ("interpolate", {"train_size": (4,)}, ("train_size", "axes")),
         ("interpolate", {"train_size": (0, 4)}, ("train_size", "positive")),
@@ -1155,6 +1176,17 @@ def test_converting_twice_is_refused() -> None:
         ("rope-vit-axial", {"base": -1.0}, ("base is -1",)),
         ("rope-vit-axial", {"pairing": "halves"}, ("halves", "interleaved")),
         ("sinusoidal", {"bases": 10.0}, ("bases", "did you mean 'base'")),
+        ("sinusoidal", {"axes": 1}, ("axes", "base, order")),
+        ("sinusoidal", {"order": "tim"}, ("order is 'tim'", "simple-vit")),
+        ("shaw", {"clips": 3}, ("clips", "did you mean 'clip'")),
+        ("shaw", {"clip": 0}, ("clip is 0", "positive")),
+        ("shaw", {"size": (2, 2)}, ("size", "clip, value_term")),
+        ("deberta", {"clip": 2.5}, ("clip is 2.5", "positive integer")),
+        ("t5", {"num_buckets": 6}, ("num_buckets is 6", "multiple of 4")),
+        ("t5", {"max_distance": 0}, ("max_distance is 0",)),
+        ("transformer-xl", {"base": 0.0}, ("base is 0",)),
+        ("alibi", {"distance": "euclid"}, ("distance is 'euclid'", "manhattan")),
+        ("alibi", {"slope": 1.0}, ("slope", "distance")),
         ("learned", {"base": 10.0}, ("learned", "base", "none")),
         ("none", {"base": 10.0}, ("base",)),
         ("learned", {"keep_absolute": True}, ("keep_absolute", "no effect")),
@@ -1306,7 +1338,7 @@ def test_export_with_dynamic_size(position: str, strict: bool) -> None:
     )
     values = [node.meta.get("val") for node in program.graph.nodes]
     assert not any(isinstance(value, Tensor) and value.is_complex() for value in values)
-    assert not any("position" in name and "learned" not in name for name in program.state_dict)
+    assert set(program.state_dict) == set(model.state_dict())
     for size in ((4, 6), (3, 11), (9, 2)):
         x = images(*size)
         assert_close(program.module()(x), model(x), rtol=0, atol=2e-5)
