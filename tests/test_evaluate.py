@@ -22,6 +22,7 @@ from vision_rope.config import DataConfig, EvaluationConfig, MaskedConfig, Model
 from vision_rope.data import create_loader, eval_transform, open_dataset
 from vision_rope.data.randomness import derive_seed
 from vision_rope.evaluate import evaluate, sweep
+from vision_rope.extension import EXTENSIONS
 from vision_rope.masked_model import MaskedModel, create_decoder
 from vision_rope.masking import draw_masks, patchify
 from vision_rope.measure import measure
@@ -226,18 +227,20 @@ def test_crop_fraction_changes_what_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("position", "meaningless"),
+    ("position", "meaningful"),
     [
-        ("learned", ["interpolate", "ntk", "yarn"]),
-        ("none", ["interpolate", "ntk", "yarn"]),
-        ("rope-vit-mixed", ["ntk", "yarn"]),
-        ("dinov3", ["interpolate", "ntk", "yarn"]),
-        ("rope-vit-axial", []),
+        ("learned", []),
+        ("none", []),
+        ("rope-vit-mixed", ["interpolate", "llama3"]),
+        ("dinov3", ["pitch"]),
+        ("rope-vit-axial", ["interpolate", "ntk", "dynamic-ntk", "ntk-by-parts", "yarn", "llama3", "base"]),
     ],
 )
-def test_a_method_without_meaning_shows_its_reason_in_its_row(position: str, meaningless: list[str]) -> None:
-    rows = swept(tiny_model(position), Pictures(), sizes=[(48, 32)], methods=["interpolate", "ntk", "yarn"])
-    assert [row["method"] for row in rows] == ["none", "interpolate", "ntk", "yarn"]
+def test_a_method_without_meaning_shows_its_reason_in_its_row(position: str, meaningful: list[str]) -> None:
+    methods = [method for method in EXTENSIONS if method != "none"]
+    rows = swept(tiny_model(position), Pictures(), sizes=[(48, 32)], methods=methods)
+    assert [row["method"] for row in rows] == ["none", *methods]
+    meaningless = set(methods) - set(meaningful)
     table = format_table(rows)
     for row in rows:
         assert (row["reason"] is not None) == (row["method"] in meaningless)
