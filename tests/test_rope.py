@@ -233,7 +233,14 @@ def test_batched_positions(name):
     assert_close(vr.rotate(x, rotation), alone)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+# One of each kind: pairing, number of axes, fixed and learned; the others differ from these in numbers alone.
+COMPILED = ["roformer", "rope-vit-axial", "rope-vit-mixed", "dinov3", "gemma4-vision", "qwen3-vl"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "name", [name if name in COMPILED else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS]
+)
 def test_compile_follows_the_grid(name):
     rope = make(name)
     torch._dynamo.reset()
