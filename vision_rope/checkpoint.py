@@ -63,6 +63,8 @@ def _build_masked(config: TrainConfig, *, pretrained: bool | None) -> nn.Module:
         position=section.position,
         position_options=section.position_options,
         keep_absolute=section.keep_absolute,
+        attention=section.attention,
+        attention_options=section.attention_options,
         dim=dim,
         depth=masked.decoder_depth or 2,
         num_heads=masked.decoder_heads or max(dim // head_dim, 1),
@@ -89,6 +91,8 @@ def _build_backbone(config: TrainConfig, num_classes: int, *, pretrained: bool |
             pretrained=section.pretrained if pretrained is None else pretrained,
             keep_absolute=section.keep_absolute,
             position_options=section.position_options,
+            attention=section.attention,
+            attention_options=section.attention_options,
             num_classes=num_classes,
             **options,
         )
@@ -188,7 +192,7 @@ def load_start(model: nn.Module, path: str | Path) -> list[str]:
             f"{path} holds the weights of a classifier, but masked prediction starts from those of a masked run; leave "
             "model.checkpoint out, or give task: classification"
         )
-    _warn_of_another_position(model, metadata, path)
+    _warn_of_another_kind(model, metadata, path)
     if is_masked and MASK_TOKEN not in own:
         state = {name.removeprefix("encoder."): state[name] for name in state if name.startswith("encoder.")}
     state = _fit_absolute(model, state, metadata)
@@ -221,14 +225,19 @@ def _load_but_head(model: nn.Module, state: dict[str, Tensor], path: Path, *, is
     return sorted(fresh)
 
 
-def _warn_of_another_position(model: Any, metadata: Mapping[str, str], path: str | Path) -> None:
-    """Weights fit a model of another encoding name by name, so that nothing else would tell."""
+def _warn_of_another_kind(model: Any, metadata: Mapping[str, str], path: str | Path) -> None:
+    """Weights fit a model of another encoding or attention name by name, so that nothing else would tell."""
     trained = metadata.get("position")
     own = getattr(getattr(model, "encoder", model), "position_name", None)
     if trained is not None and trained != own:
         warnings.warn(
             f"{path} was trained with the position encoding {trained!r}, but the model has {own!r}", stacklevel=3
         )
+    # Attention has no parameters of its own, apart from a random projection.
+    attention = from_yaml(metadata["config"]).model.attention if "config" in metadata else None
+    own = getattr(getattr(model, "encoder", model), "attention_name", None)
+    if attention is not None and own is not None and attention != own:
+        warnings.warn(f"{path} was trained with {attention} attention, but the model has {own} attention", stacklevel=3)
 
 
 def _differs(state: Mapping[str, Tensor], own: Mapping[str, Tensor], name: str) -> bool:

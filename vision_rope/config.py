@@ -17,6 +17,7 @@ Size = int | tuple[int, int]
 # Keys that choose something by its name, and the key of its options.
 OPTIONS_OF = {
     "model.position": "model.position_options",
+    "model.attention": "model.attention_options",
     "optimizer.name": "optimizer.options",
     "schedule.name": "schedule.options",
 }
@@ -31,6 +32,8 @@ class ModelConfig:
         position: a preset of `vision_rope.presets()` or an encoding such as learned, sinusoidal, none.
         position_options: keyword arguments of that preset, for instance {base: 100.0}.
         keep_absolute: keep the backbone's own absolute embedding beside the position encoding.
+        attention: softmax, or linear in its place: time that grows linearly with the tokens.
+        attention_options: options of linear attention, for instance {feature_map: performer, num_features: 128}.
         options: keyword arguments for timm.create_model, for instance {embed_dim: 128, depth: 6}.
         pretrained: start from timm's weights of that name.
         checkpoint: start from the weights in this .safetensors file or run folder (best ones); of a masked run, from
@@ -41,6 +44,8 @@ class ModelConfig:
     position: str = "rope-vit-axial"
     position_options: dict[str, Any] = field(default_factory=dict)
     keep_absolute: bool = False
+    attention: Literal["softmax", "linear"] = "softmax"
+    attention_options: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     pretrained: bool = False
     checkpoint: str | None = None

@@ -137,7 +137,7 @@ def performer_projection(
 
 def check_feature_map(name: str) -> FeatureMap:
     """The row of FEATURE_MAPS, or ValueError with the nearest name."""
-    if name not in FEATURE_MAPS:
+    if not isinstance(name, str) or name not in FEATURE_MAPS:
         raise ValueError(
             f"feature_map is {name!r}; choose one of {', '.join(FEATURE_MAPS)}{did_you_mean(name, FEATURE_MAPS)}"
         )

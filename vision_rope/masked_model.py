@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +116,8 @@ def create_decoder(
     position: str,
     position_options: dict[str, Any] | None = None,
     keep_absolute: bool = False,
+    attention: str = "softmax",
+    attention_options: Mapping[str, Any] | None = None,
     dim: int,
     depth: int,
     num_heads: int,
@@ -139,6 +141,8 @@ def create_decoder(
             position=position,
             position_options=position_options,
             keep_absolute=keep_absolute,
+            attention=attention,
+            attention_options=attention_options,
             img_size=tuple(embed.img_size),
             patch_size=tuple(embed.patch_size),
             embed_dim=dim,

@@ -16,6 +16,11 @@ def check_config(config: TrainConfig) -> None:
         ("seed", config.seed >= 0, "must not be negative"),
         ("batch_size", config.batch_size >= 1, "must be at least 1"),
         (
+            "model.attention_options",
+            config.model.attention == "linear" or not config.model.attention_options,
+            "would have no effect with model.attention softmax; leave it out",
+        ),
+        (
             "ema_decay",
             config.ema_decay is None or 0 < config.ema_decay < 1,
             "must be none or between 0 and 1",

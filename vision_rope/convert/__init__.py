@@ -6,7 +6,7 @@ Adding a family: a file with one `convert` function, and one line in FAMILIES.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import timm
@@ -36,13 +36,15 @@ def create_model(
     pretrained: bool = False,
     keep_absolute: bool = False,
     position_options: dict[str, Any] | None = None,
+    attention: str = "softmax",
+    attention_options: Mapping[str, Any] | None = None,
     **timm_options: Any,
 ) -> PositionedModel:
     """Create a timm model by its name and give it a position encoding.
 
     Args:
         name: a timm model name of a supported family, for instance vit_small_patch16_224.
-        position, keep_absolute: see `add_position`.
+        position, keep_absolute, attention, attention_options: see `add_position`.
         pretrained: load timm's weights of that name.
         position_options: options of the encoding, for instance {"base": 100.0}.
         timm_options: passed to timm.create_model: num_classes, img_size, embed_dim, depth, ...
@@ -60,11 +62,24 @@ def create_model(
             "model.forward_intermediates(images)"
         )
     model = timm.create_model(name, pretrained=pretrained, **timm_options)
-    return add_position(model, position, keep_absolute=keep_absolute, **(position_options or {}))
+    return add_position(
+        model,
+        position,
+        keep_absolute=keep_absolute,
+        attention=attention,
+        attention_options=attention_options,
+        **(position_options or {}),
+    )
 
 
 def add_position(
-    model: nn.Module, position: str | Rope, *, keep_absolute: bool = False, **options: Any
+    model: nn.Module,
+    position: str | Rope,
+    *,
+    keep_absolute: bool = False,
+    attention: str = "softmax",
+    attention_options: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> PositionedModel:
     """Give a timm model a position encoding; it then takes images of any size that its patches divide.
 
@@ -75,6 +90,10 @@ def add_position(
         model: a timm model of a supported family (`FAMILIES`).
         position: a preset (`vision_rope.presets()`), another encoding (`vision_rope.encodings.ENCODINGS`), or a Rope.
         keep_absolute: keep the model's own absolute embedding, resampled to new grids, beside the encoding.
+        attention: "softmax", or "linear" (`vision_rope.linear_attend`) in its place.
+        attention_options: of linear attention: feature_map, a name of `vision_rope.linear_attention.FEATURE_MAPS`
+            ("elu" where not given), and num_features of "performer" (as many as a head has channels where not given).
+            The random projection of "performer" joins the state dict (`blocks.*.attn.projection.matrix`).
         options: options of the encoding, for instance base=100.0.
 
     Raises: ValueError for a model that is not supported, an unknown encoding or option, or an option without effect.
@@ -92,7 +111,14 @@ def add_position(
             "(vit, deit, deit3, siglip, clip, dinov2), and each class exactly, not its subclasses"
         )
     check_position(position, options)
-    return convert(model, position, keep_absolute=keep_absolute, **options)
+    return convert(
+        model,
+        position,
+        keep_absolute=keep_absolute,
+        attention=attention,
+        attention_options=attention_options,
+        **options,
+    )
 
 
 def set_extension(model: Model, method: str, train_size: Sequence[int] | None = None, **knobs: Any) -> Model:

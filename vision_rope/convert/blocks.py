@@ -45,15 +45,20 @@ class PositionedAttention(Attention):
         """Shapes: x (batch, tokens, dim) -> (batch, tokens, dim)."""
         if position is None:
             return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
-        gate = None if self.gate is None else self.gate(x).sigmoid()
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-        attended = self._attend(*self._split(qkv, position), attn_mask, is_causal, position)
-        x = self.norm(attended.transpose(1, 2).flatten(2))
-        if gate is not None:
-            x = x * gate
-        return self.proj_drop(self.proj(x))
+        return self._project(self._attend(*self._split(qkv, position), attn_mask, is_causal, position), x)
 
-    def _split(self, qkv: Tensor, position: Position) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, attended: Tensor, x: Tensor) -> Tensor:
+        """The layers behind the attention, which the layer's input x may gate.
+
+        Shapes: attended (batch, heads, tokens, head_dim), x (batch, tokens, dim) -> (batch, tokens, dim)
+        """
+        out = self.norm(attended.transpose(1, 2).flatten(2))
+        if self.gate is not None:
+            out = out * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))
+
+    def _split(self, qkv: Tensor, position: Position | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (batch, heads, tokens, head_dim), turned where there is a rotation."""
         if (
             isinstance(position, Rotation)

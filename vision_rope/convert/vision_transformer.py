@@ -7,7 +7,7 @@ its attention, a rotation or relative terms, as an argument. Nothing of that is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vision_rope.convert.blocks import BLOCKS, AnySizePatchEmbed, Position, PositionedAttention, attention_layers
+from vision_rope.convert.linear import count_features, make_linear
 from vision_rope.encodings import build_encoding
 from vision_rope.extension import Extension, check_grid, check_name
 from vision_rope.positions import grid_positions, with_prefix
@@ -26,6 +27,9 @@ from vision_rope.relative import RelativeEncoding
 from vision_rope.rope import Rope
 from vision_rope.rope_presets import PRESETS, preset
 from vision_rope.sinusoidal import Sinusoidal
+from vision_rope.suggestion import did_you_mean
+
+ATTENTIONS = ("softmax", "linear")
 
 
 class PositionedModel(nn.Module):
@@ -34,12 +38,14 @@ class PositionedModel(nn.Module):
     Attributes:
         position: the encoding as a module: a Rope, a Sinusoidal, a RelativeEncoding, or None (none, learned).
         position_name: the encoding's name.
+        attention_name: softmax or linear.
         train_grid: grid (rows, columns) of patches the model was built for.
         extension: context extension for larger grids: method, training grid and options; None where off.
     """
 
     position: Rope | Sinusoidal | RelativeEncoding | None
     position_name: str
+    attention_name: str
     train_grid: tuple[int, int]
     extension: tuple[str, tuple[int, ...], dict[str, Any]] | None
     # From timm's class:
@@ -161,7 +167,12 @@ class PositionedModel(nn.Module):
             )
         grid = self.train_grid if train_size is None else self._check_train_size(train_size)
         # A grid that needs extension, so that options are checked now and not in the first forward pass that needs it.
-        self.position.extension_for(method, train_size=grid, size=[2 * length for length in grid], **knobs)
+        extension = self.position.extension_for(method, train_size=grid, size=[2 * length for length in grid], **knobs)
+        if self.attention_name == "linear" and extension is not None and extension.attention_scale != 1.0:
+            raise ValueError(
+                f"{method} changes the temperature of the softmax and the model's attention is linear, which has none; "
+                "give temperature=0, or choose a method without temperature, such as ntk-by-parts"
+            )
         self.extension = (method, grid, knobs)
 
     def _check_train_size(self, train_size: Sequence[int]) -> tuple[int, ...]:
@@ -286,11 +297,26 @@ MODELS: dict[type[nn.Module], type[PositionedModel]] = {
 }
 
 
-def convert(model: Any, position: str | Rope, *, keep_absolute: bool = False, **options: Any) -> PositionedModel:
+def convert(
+    model: Any,
+    position: str | Rope,
+    *,
+    keep_absolute: bool = False,
+    attention: str = "softmax",
+    attention_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> PositionedModel:
     """Convert a model of this family in place, see `vision_rope.add_position`."""
     # Everything that can be refused is refused before the model is touched.
     layers = _attention_layers(model)
-    encoding = _build_encoding(model, layers[0], position, options)
+    attention_options = attention_options or {}
+    turned = _check_attention(layers, attention, attention_options)
+    encoding = _build_encoding(model, layers[0], turned, position, options)
+    if attention == "linear" and isinstance(encoding, RelativeEncoding):
+        raise ValueError(
+            f"position {position!r} changes the scores of softmax attention, and attention 'linear' has none; choose a "
+            "rotary encoding, an absolute one (learned, sinusoidal) or none"
+        )
     name = position.name if isinstance(position, Rope) else position
     _check_absolute(model, name, keep_absolute)
     drop = model.patch_drop
@@ -298,7 +324,10 @@ def convert(model: Any, position: str | Rope, *, keep_absolute: bool = False, **
     for block in model.blocks:
         block.__class__ = BLOCKS[type(block)]
     for layer in layers:
-        layer.__class__ = PositionedAttention
+        if attention == "linear":
+            make_linear(layer, attention_options)
+        else:
+            layer.__class__ = PositionedAttention
     model.__class__ = MODELS[type(model)]
     if isinstance(drop, PatchDropout):
         # timm built the layer of a distilled deit before it counted the distillation token.
@@ -308,6 +337,7 @@ def convert(model: Any, position: str | Rope, *, keep_absolute: bool = False, **
         model.pos_embed = None
     model.position = encoding if encoding is None else encoding.train(model.training)
     model.position_name = name
+    model.attention_name = attention
     model.train_grid = tuple(model.patch_embed.grid_size)
     model.extension = None
     _accept_any_size(model)
@@ -328,16 +358,37 @@ def _attention_layers(model: Any) -> list[Attention]:
     return layers
 
 
-def _build_encoding(model: Any, layer: Attention, position: str | Rope, options: dict[str, Any]) -> Any:
-    """The encoding's module; None where it needs none."""
+def _check_attention(layers: Sequence[Attention], attention: str, options: Mapping[str, Any]) -> int:
+    """How many channels of a head a rotation turns: those of queries and keys, or their features."""
+    if attention not in ATTENTIONS:
+        raise ValueError(
+            f"attention is {attention!r}; choose one of {', '.join(ATTENTIONS)}{did_you_mean(attention, ATTENTIONS)}"
+        )
+    if attention == "linear":
+        return max(count_features(layer, options) for layer in layers)
+    if options:
+        raise ValueError(
+            f"attention_options has {', '.join(options)}, which would have no effect with attention 'softmax'; leave "
+            "it out, or give attention='linear'"
+        )
+    return layers[0].head_dim
+
+
+def _build_encoding(model: Any, layer: Attention, turned: int, position: str | Rope, options: dict[str, Any]) -> Any:
+    """The encoding's module; None where it needs none. A rotary one turns `turned` channels of a head."""
     if isinstance(position, Rope) or position in PRESETS:
-        shape = {"head_dim": layer.head_dim, "num_heads": layer.num_heads, "depth": len(model.blocks)}
-        rope = position if isinstance(position, Rope) else preset(position, **shape, **options)
-        for what, wanted in (("head_dim", layer.head_dim), ("axes", 2)):
+        shape = {"head_dim": turned, "num_heads": layer.num_heads, "depth": len(model.blocks)}
+        try:
+            rope = position if isinstance(position, Rope) else preset(position, **shape, **options)
+        except ValueError as error:
+            if turned == layer.head_dim:
+                raise
+            raise ValueError(f"position {position!r} cannot turn num_features = {turned} features: {error}") from error
+        for what, wanted in (("head_dim", turned), ("axes", 2)):
             if getattr(rope, what) != wanted:
                 raise ValueError(
                     f"position {rope.name!r} has {what} {getattr(rope, what)} and the model needs {wanted}; choose a "
-                    "2D preset and build it with the model's head_dim"
+                    f"2D preset and build it with head_dim={turned}"
                 )
         if rope.frequencies.shape[1] not in (1, layer.num_heads):
             raise ValueError(
