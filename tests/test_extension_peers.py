@@ -165,6 +165,15 @@ def test_upper_bound_of_yarns_ramp_is_that_of_transformers():
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_yarn_where_both_limits_fall_on_the_first_rung():
+    wanted, _ = transformers_parameters("yarn", head_dim=16, base=1e4, trained=4, factor=3.0)
+    rope = line(16, base=1e4)
+    frequencies, _ = extended_line(rope, "yarn", 4, 12)
+    assert_close(frequencies, wanted, rtol=2e-5, atol=0)
+    assert_close((frequencies / rope.frequencies[0, 0, 0])[:2], torch.tensor([1.0, 1 / 3]))
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ONE_LADDER)
 @pytest.mark.parametrize(
     ("kind", "method", "theirs"),

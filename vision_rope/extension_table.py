@@ -52,7 +52,7 @@ def format_extension_table() -> str:
         lines.append(f"| {name} | {method.summary} | {knobs or 'none'} |")
     lines += [
         "",
-        "A number in the second table is that of the reason below it.",
+        "Presets with their default options; a number is that of the reason below the table.",
         "",
         f"| preset | {' | '.join(EXTENSIONS)} |",
         "|---" * (len(EXTENSIONS) + 1) + "|",
