@@ -158,9 +158,11 @@ class RelativeEncoding(nn.Module, ABC):
             num_prefix: prefix tokens in front of the patches.
         """
 
-    @abstractmethod
     def reset_parameters(self) -> None:
         """Draw the parameters anew, for instance after a model built on "meta" got its memory."""
+        # As timm begins tables of positions: small, so that a trained model first says nearly what it said before.
+        for table in self.parameters():
+            nn.init.trunc_normal_(table, std=0.02)
 
 
 def check_positions(positions: Tensor, size: Sequence[int]) -> None:

@@ -26,8 +26,6 @@ from vision_rope.sinusoidal import axis_angles, check_sinusoids
 
 Distance = Literal["euclidean", "manhattan"]
 DISTANCES = ("euclidean", "manhattan")
-# As timm begins position tables.
-INITIAL_STD = 0.02
 
 
 class Shaw(RelativeEncoding):
@@ -67,11 +65,6 @@ class Shaw(RelativeEncoding):
 
     def _widths(self) -> list[int]:
         return [2 * longest + 1 for longest in self.clips]
-
-    def reset_parameters(self) -> None:
-        """See `RelativeEncoding`."""
-        for table in self.parameters():
-            nn.init.trunc_normal_(table, std=INITIAL_STD)
 
     def extra_repr(self) -> str:
         return f"clips={self.clips}, value_term={self.values is not None}"
@@ -125,11 +118,6 @@ class TransformerXL(RelativeEncoding):
             for layer in range(self.depth)
         ]
 
-    def reset_parameters(self) -> None:
-        """See `RelativeEncoding`."""
-        for table in self.parameters():
-            nn.init.trunc_normal_(table, std=INITIAL_STD)
-
     def extra_repr(self) -> str:
         return f"axes={self.projection.shape[1]}, base={self.base:g}"
 
@@ -144,7 +132,7 @@ class T5(RelativeEncoding):
         num_heads, depth: of the model.
         num_buckets: of an axis, half of them for each direction; T5 has 32.
         max_distance: offsets from here on share the last bucket; T5 has 128. None takes the longest of the training
-            grid, so that no larger grid meets a bucket that was never trained.
+            grid, an axis at a time, so that no larger grid meets a bucket that was never trained.
 
     Source: Raffel et al., T5 (arXiv 1910.10683), section 2.1.
     """
@@ -159,29 +147,26 @@ class T5(RelativeEncoding):
         max_distance: int | None = None,
     ) -> None:
         super().__init__()
-        if max_distance is None:
-            max_distance = max(*size, 2) - 1
-        _check_buckets(num_buckets, max_distance, bidirectional=True)
         self.depth = depth
         self.num_buckets = num_buckets
-        self.max_distance = max_distance
+        self.max_distances = _longest(size) if max_distance is None else (max_distance,) * len(size)
+        _check_buckets(num_buckets, min(self.max_distances), bidirectional=True)
         self.biases = nn.Parameter(torch.empty(num_heads, len(size) * num_buckets))
         self.reset_parameters()
 
     def forward(self, positions: Tensor, size: Sequence[int], num_prefix: int = 0) -> list[RelativeTerms]:
         """See `RelativeEncoding`."""
         offsets = offsets_between(positions, size, num_prefix)
-        buckets = [t5_bucket(at, self.num_buckets, self.max_distance) for at in offsets.values]
+        buckets = [
+            t5_bucket(at, self.num_buckets, furthest)
+            for at, furthest in zip(offsets.values, self.max_distances, strict=True)
+        ]
         rows = _join(buckets, [self.num_buckets] * len(buckets))
         table = F.pad(self.biases.index_select(1, rows), (1, 0))
         return [RelativeTerms(bias=look_up(table, offsets.rows))] * self.depth
 
-    def reset_parameters(self) -> None:
-        """See `RelativeEncoding`."""
-        nn.init.trunc_normal_(self.biases, std=INITIAL_STD)
-
     def extra_repr(self) -> str:
-        return f"num_buckets={self.num_buckets}, max_distance={self.max_distance}"
+        return f"num_buckets={self.num_buckets}, max_distances={self.max_distances}"
 
 
 class DeBERTa(RelativeEncoding):
@@ -239,11 +224,6 @@ class DeBERTa(RelativeEncoding):
         picked = projected.index_select(1, _join(rows, [2 * k for k in self.clips]))
         return with_prefix_row(picked.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
 
-    def reset_parameters(self) -> None:
-        """See `RelativeEncoding`."""
-        for table in self.parameters():
-            nn.init.trunc_normal_(table, std=INITIAL_STD)
-
     def extra_repr(self) -> str:
         return f"clips={self.clips}"
 
@@ -278,9 +258,6 @@ class ALiBi(RelativeEncoding):
         distance = F.pad(distance, (num_prefix, 0, num_prefix, 0))
         slopes = alibi_slopes(self.num_heads, device=positions.device)
         return [RelativeTerms(bias=-slopes[:, None, None] * distance[:, None])] * self.depth
-
-    def reset_parameters(self) -> None:
-        """There are none."""
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, distance={self.distance!r}"
@@ -337,10 +314,15 @@ def _join(rows: list[Tensor], widths: list[int]) -> Tensor:
 def _clips(size: Sequence[int], clip: int | None) -> tuple[int, ...]:
     """The longest offset of each axis that is told from longer ones."""
     if clip is None:
-        return tuple(max(length - 1, 1) for length in size)
+        return _longest(size)
     if isinstance(clip, bool) or not isinstance(clip, int) or clip < 1:
         raise ValueError(f"clip is {clip!r}; the longest offset with a vector of its own must be a positive integer")
     return (clip,) * len(size)
+
+
+def _longest(size: Sequence[int]) -> tuple[int, ...]:
+    """The longest offset on each axis of a grid, at least 1."""
+    return tuple(max(length - 1, 1) for length in size)
 
 
 def _check_buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> None:
