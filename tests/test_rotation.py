@@ -24,7 +24,11 @@ def rotate_by_loop(x, angle, pairing):
     angle = angle.double().expand(*x.shape[:-1], x.shape[-1] // 2)
     pairs = x.shape[-1] // 2
     for i in range(pairs):
-        a, b = (2 * i, 2 * i + 1) if pairing == "interleaved" else (i, i + pairs)
+        a, b = {
+            "interleaved": (2 * i, 2 * i + 1),
+            "half": (i, i + pairs),
+            "half-per-axis": (i, i + pairs // 2) if i < pairs // 2 else (i + pairs // 2, i + pairs),
+        }[pairing]
         cos, sin = angle[..., i].cos(), angle[..., i].sin()
         out[..., a] = x[..., a].double() * cos - x[..., b].double() * sin
         out[..., b] = x[..., a].double() * sin + x[..., b].double() * cos
@@ -105,15 +109,91 @@ def test_output_keeps_the_dtype_of_x(pairing, dtype):
     assert q.dtype == dtype
 
 
+# torch itself scripts functions for forward mode
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_gradients_with_respect_to_x_and_angles(pairing):
+@pytest.mark.parametrize("packed", [False, True])
+def test_derivatives_of_every_kind(pairing, packed):
+    """With respect to x and learned angles: first and second ones backward, and forward mode, against differences."""
     angle = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    x = torch.randn(2, 2, 3, 8, dtype=torch.float64, requires_grad=True)
+    x = torch.randn((2, 3, 3, 2, 8) if packed else (2, 2, 3, 8), dtype=torch.float64, requires_grad=True)
 
     def turn(x, angle):
-        return vr.rotate(x, vr.Rotation(angle.cos(), angle.sin(), pairing))
+        rotation = vr.Rotation(angle.cos(), angle.sin(), pairing)
+        return vr.rotate_qkv(x, rotation) if packed else vr.rotate(x, rotation)
 
-    assert torch.autograd.gradcheck(turn, (x, angle))
+    assert torch.autograd.gradcheck(turn, (x, angle), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(turn, (x, angle))
+    fixed = x.detach().clone().requires_grad_(True)
+    assert torch.autograd.gradcheck(lambda x: turn(x, angle.detach()), (fixed,))
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_gradients_where_cos_and_sin_are_no_unit_vector(pairing):
+    """A table that somebody scaled or learned freely still gets its own gradient."""
+    x, cos, sin = (torch.randn(2, 3, size, dtype=torch.float64, requires_grad=True) for size in (8, 4, 4))
+    assert torch.autograd.gradcheck(lambda x, cos, sin: vr.rotate(x, vr.Rotation(cos, sin, pairing)), (x, cos, sin))
+
+
+# torch itself scripts functions for forward mode
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_function_transforms(pairing):
+    """torch.func: a gradient a sample, and a tangent inside of a gradient."""
+    rotation, _ = make_rotation(heads=3, pairing=pairing)
+    qkv = torch.randn(2, 6, 3, 3, 8)
+
+    def loss(one):
+        q, k, _ = vr.rotate_qkv(one[None], rotation)
+        return (q**3).sum() + (q * k).sum()
+
+    each = torch.func.vmap(torch.func.grad(loss))(qkv)
+    assert_close(each, torch.stack([torch.func.grad(loss)(one) for one in qkv]))
+    weight = torch.eye(8, requires_grad=True)
+    x = torch.randn(2, 3, 6, 8)
+    _, tangent = torch.func.jvp(lambda x: vr.rotate(x @ weight, rotation), (x,), (2 * x,))
+    assert_close(tangent, vr.rotate(2 * x, rotation))
+    (gradient,) = torch.autograd.grad(tangent.square().sum(), weight)
+    assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_overwrite_gives_the_same_numbers_and_respects_gradients(pairing, dtype):
+    rotation, _ = make_rotation(heads=3, pairing=pairing)
+    x, qkv = torch.randn(2, 3, 6, 8).to(dtype), torch.randn(2, 6, 3, 3, 8).to(dtype)
+    expected, packed = vr.rotate(x, rotation), vr.rotate_qkv(qkv, rotation)
+    private = x.clone()
+    turned = vr.rotate(private, rotation, overwrite=True)
+    assert torch.equal(turned, expected)
+    assert pairing != "interleaved" or turned.data_ptr() == private.data_ptr(), "in place where it is faster"
+    for got, wanted in zip(vr.rotate_qkv(qkv.clone(), rotation, overwrite=True), packed, strict=True):
+        assert torch.equal(got, wanted)
+    kept = x.clone().requires_grad_(True)
+    vr.rotate(kept, rotation, overwrite=True)
+    assert torch.equal(kept, x), "a tensor that a gradient needs is never written to"
+
+
+def test_without_overwrite_the_input_stays():
+    rotation, _ = make_rotation(heads=3)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        qkv = torch.randn(2, 6, 3, 3, 8).to(dtype)
+        before = qkv.clone()
+        vr.rotate_qkv(qkv, rotation)
+        vr.rotate(qkv[:, :, 0].transpose(1, 2), rotation)
+        assert torch.equal(qkv, before), dtype
+
+
+def test_backward_keeps_the_table_alone():
+    """What training holds for the backward pass: cos and sin; with learned angles q and k too, as attention does."""
+    rotation, _ = make_rotation(tokens=6)
+    qkv = torch.randn(8, 6, 3, 3, 8, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        vr.rotate_qkv(qkv, rotation)
+    assert kept
+    assert all(tensor.numel() <= rotation.cos.numel() for tensor in kept)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -142,7 +222,7 @@ def test_compiled_and_exported_graphs_hold_no_complex_numbers(pairing):
     assert_close(exported.module()(x, rotation.cos, rotation.sin), vr.rotate(x, rotation))
 
 
-@pytest.mark.parametrize("head_dim", [2, 8, 64])
+@pytest.mark.parametrize("head_dim", [4, 8, 64])
 def test_pairing_permutation_is_exact(head_dim):
     angle = torch.randn(1, 5, head_dim // 2)
     x = torch.randn(2, 3, 5, head_dim)

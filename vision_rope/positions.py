@@ -277,6 +277,11 @@ class Coordinates:
         """Whether a larger grid stays within the range of positions seen in training."""
         return self.reference is not None or self.normalize is not None
 
+    @property
+    def augmented(self) -> bool:
+        """Whether training moves these coordinates at random."""
+        return any(amount is not None for amount in (self.shift, self.jitter, self.rescale))
+
     def axes(self, *size: int, device: torch.device | str | None = None) -> list[Tensor]:
         """Coordinates of a grid an axis at a time: one tensor of each length of size."""
         if self.normalize is not None:

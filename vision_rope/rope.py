@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 from vision_rope.extension import Extension, check_grid, check_method, compute_extension
 from vision_rope.frequencies import Ladder, angles, frequency_matrix
 from vision_rope.positions import Coordinates
-from vision_rope.rotation import PAIRINGS, Pairing, Rotation
+from vision_rope.rotation import PAIRINGS, Pairing, Rotation, outer_rotations
+
+# method, trained grid and options, as `extend` takes them
+ExtensionChoice = tuple[str, tuple[int, ...], dict[str, Any]]
 
 
 class Rope(nn.Module):
@@ -61,6 +65,7 @@ class Rope(nn.Module):
         self.extension: Extension | None = None
         self._initial_frequencies = initial_frequencies
         self._matrix: Tensor | None = None
+        self._kept: tuple[tuple[Any, ...], list[Rotation]] | None = None
         if self.ladders is not None:
             self.register_parameter("learned_frequencies", None)
             self._matrix = self._build_matrix(torch.device("cpu"))
@@ -82,11 +87,7 @@ class Rope(nn.Module):
         Shapes: size (n), (h, w) or (t, h, w) -> (tokens, axes).
         Raises: ValueError where the size has another number of axes than the embedding.
         """
-        if len(size) != self.axes:
-            raise ValueError(
-                f"{self.name} has {self.axes} {'axis' if self.axes == 1 else 'axes'} and the grid {size} has "
-                f"{len(size)}; give one length for each axis, rows before columns"
-            )
+        self._check_size(size)
         return self.coordinates.positions(*size, device=device)
 
     def forward(self, positions: Tensor, layer: int = 0) -> Rotation:
@@ -115,6 +116,56 @@ class Rope(nn.Module):
         if len(frequencies) == 1:
             return [self._rotation(positions, frequencies[0], scale)] * self.depth
         return [self._rotation(positions, layer, scale) for layer in frequencies]
+
+    def grid_rotations(
+        self,
+        *size: int,
+        num_prefix_tokens: int = 0,
+        augment: bool = False,
+        extension: ExtensionChoice | None = None,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+    ) -> list[Rotation]:
+        """One rotation a layer for all tokens of a grid, prefix tokens in front; the fast way of `rotations`.
+
+        A turn by a sum of angles is a product of turns, so cos and sin are computed for the coordinates of each axis
+        alone. Where nothing is learned and nothing drawn, the rotations of the last grid are kept and returned again:
+        do not write into them.
+
+        Args:
+            augment: move the coordinates at random, as training does where the embedding's coordinates say so.
+            extension: method, trained grid and options of a context extension for this call, as `extend` takes them.
+            generator: source of the random numbers of `augment`.
+
+        Shapes: size (n), (h, w) or (t, h, w) -> cos, sin (heads or 1, num_prefix_tokens + tokens, head_dim / 2).
+        Raises: ValueError where the size has another number of axes than the embedding.
+        """
+        self._check_size(size)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        drawn = augment and self.coordinates.augmented
+        key = None if drawn else self._key(size, num_prefix_tokens, extension, device)
+        kept = self._kept  # read once: another thread may replace it
+        if key is not None and kept is not None and kept[0] == key:
+            return kept[1]
+        # Inference tensors kept here would break the training that follows.
+        with nullcontext() if key is None else torch.inference_mode(False):
+            chosen = self.extension
+            if extension is not None:
+                method, train_size, knobs = extension
+                chosen = self.extension_for(method, train_size=train_size, size=size, **knobs)
+            axes = self.coordinates.axes(*size, device=device)
+            if drawn:
+                axes = self.coordinates.augment_axes(axes, generator)
+            frequencies = self._extended_frequencies(device, chosen)
+            scale = 1.0 if chosen is None else chosen.attention_scale
+            by_axis = frequencies.unsqueeze(-2).unbind(-3)
+            turns = torch.cat([axis.unsqueeze(-1) * f for axis, f in zip(axes, by_axis, strict=True)], dim=-2)
+            tables = outer_rotations(turns, size, self.pairing, num_prefix_tokens, scale)
+        rotations = tables * (self.depth // len(tables))
+        # A fake tensor, which tools trace with, would outlive its tool.
+        if key is not None and type(rotations[0].cos) is Tensor:
+            self._kept = (key, rotations)
+        return rotations
 
     def extension_for(
         self, method: str, *, train_size: Sequence[int], size: Sequence[int], **knobs: Any
@@ -148,6 +199,32 @@ class Rope(nn.Module):
         extension = "" if self.extension is None else f", extension=({self.extension.describe()})"
         return f"{self.name}, head_dim={self.head_dim}, axes={self.axes}, {kind}, pairing={self.pairing!r}{extension}"
 
+    def _check_size(self, size: Sequence[int]) -> None:
+        if len(size) != self.axes:
+            raise ValueError(
+                f"{self.name} has {self.axes} {'axis' if self.axes == 1 else 'axes'} and the grid {tuple(size)} has "
+                f"{len(size)}; give one length for each axis, rows before columns"
+            )
+
+    def _key(
+        self, size: Sequence[int], num_prefix_tokens: int, extension: ExtensionChoice | None, device: torch.device
+    ) -> tuple[Any, ...] | None:
+        """Everything that the rotations of a grid depend on; None where they may not be kept."""
+        if self.learned_frequencies is not None or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return None
+        stream = None
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return None  # a CUDA graph would read memory that is freed when another grid comes
+            # Only the stream that wrote a table may read it without waiting.
+            stream = torch.cuda.current_stream(device).cuda_stream
+        own = (self.coordinates, self.ladders, self.pairing, self.depth, self.extension)
+        return (tuple(size), num_prefix_tokens, repr(extension), device, stream, own)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and files hold no table.
+        return {**self.__dict__, "_kept": None}
+
     def _rotation(self, positions: Tensor, frequencies: Tensor, attention_scale: float) -> Rotation:
         # Heads stand between batch and tokens: positions get that axis, frequencies (heads or 1, axes, pairs) have it.
         angle = angles(positions.unsqueeze(-3), frequencies)
@@ -164,11 +241,14 @@ class Rope(nn.Module):
                     "(vision_rope.parallel.shard does)"
                 )
         else:
-            if self._matrix is None or self._matrix.device != device:
+            kept = self._matrix  # read once: another thread may replace it
+            if kept is None or kept.device != device:
                 # Inference tensors kept here would break the training that follows.
                 with torch.inference_mode(False):
-                    self._matrix = self._build_matrix(device)
-            frequencies = self._matrix
+                    kept = self._build_matrix(device)
+                if type(kept) is Tensor:
+                    self._matrix = kept
+            frequencies = kept
         if extension is None:
             return frequencies
         return extension.apply(frequencies)

@@ -1,0 +1,98 @@
+"""Rotations of whole grids: products of the axes' turns against whole positions, and what is kept between calls."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing import assert_close
+
+import vision_rope as vr
+from vision_rope.positions import Coordinates
+from vision_rope.rope_presets import PRESETS
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_grid_rotations_equal_rotations_of_positions(name):
+    """Products of the axes' turns against angles of whole positions; the second formulation sums before the cosine."""
+    rope = vr.preset(name, head_dim=64, num_heads=2, depth=3)
+    size = (5, 4, 3)[-rope.axes :]
+    direct = rope.rotations(vr.with_prefix(rope.positions(*size), 2))
+    for rotation, expected in zip(rope.grid_rotations(*size, num_prefix_tokens=2), direct, strict=True):
+        assert rotation.pairing == expected.pairing
+        assert_close(rotation.cos, expected.cos, atol=3e-6, rtol=0)
+        assert_close(rotation.sin, expected.sin, atol=3e-6, rtol=0)
+        assert torch.equal(rotation.cos[:, :2], torch.ones_like(rotation.cos[:, :2]))
+        assert not rotation.sin[:, :2].any()
+
+
+def test_grid_rotations_are_kept_for_the_same_grid_alone():
+    """Law 4: what is kept is keyed by everything it depends on."""
+    rope = vr.preset("rope-vit-axial", head_dim=16)
+    first = rope.grid_rotations(4, 6)
+    assert rope.grid_rotations(4, 6) is first
+    others = {
+        "transposed, as many tokens": rope.grid_rotations(6, 4),
+        "prefix": rope.grid_rotations(4, 6, num_prefix_tokens=1),
+        "extension": rope.grid_rotations(4, 6, extension=("interpolate", (2, 3), {})),
+        "another extension": rope.grid_rotations(4, 6, extension=("ntk", (2, 3), {})),
+    }
+    for name, other in others.items():
+        fresh = vr.preset("rope-vit-axial", head_dim=16)
+        assert other is not first
+        assert other[0].cos.shape != first[0].cos.shape or not torch.equal(other[0].cos, first[0].cos), name
+        rope.grid_rotations(4, 6)
+        assert torch.equal(rope.grid_rotations(4, 6)[0].cos, fresh.grid_rotations(4, 6)[0].cos), name
+    rope.coordinates = Coordinates(offset=1.0)
+    assert_close(rope.grid_rotations(4, 6)[0].cos, rope(rope.positions(4, 6)).cos)
+    extended = vr.extend(rope, "interpolate", train_size=(2, 3), size=(4, 6))
+    assert_close(extended.grid_rotations(4, 6)[0].cos, extended(extended.positions(4, 6)).cos)
+    assert rope.grid_rotations(4, 6, device="meta")[0].cos.device.type == "meta"
+
+
+def test_grid_rotations_leak_nothing():
+    """Law 4: no inference tensor reaches training, no fake tensor outlives its tool, no table is copied or saved."""
+    rope = vr.preset("rope-vit-axial", head_dim=16)
+    with torch.inference_mode():
+        rope.grid_rotations(3, 2)
+    x = torch.randn(1, 1, 6, 16, requires_grad=True)
+    vr.rotate(x, rope.grid_rotations(3, 2)[0]).sum().backward()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert type(rope.grid_rotations(2, 2)[0].cos) is FakeTensor
+    assert type(rope.grid_rotations(2, 2)[0].cos) is torch.Tensor
+    assert len(pickle.dumps(rope)) < 10_000
+    assert len(pickle.dumps(vr.preset("rope-vit-axial", head_dim=16))) == len(pickle.dumps(rope))
+    assert not rope.state_dict()
+    learned = vr.preset("rope-vit-mixed", head_dim=16)
+    before = learned.grid_rotations(3, 2)[0].cos
+    with torch.no_grad():
+        learned.frequencies.data.mul_(2.0)  # invisible to a version counter
+    assert not torch.equal(learned.grid_rotations(3, 2)[0].cos, before)
+
+
+def test_grid_rotations_carry_gradients_to_learned_frequencies():
+    rope = vr.preset("rope-vit-mixed", head_dim=16, num_heads=2, depth=2)
+    x = torch.randn(3, 2, 7, 16, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+
+    def gradient(rotations):
+        loss = sum((vr.rotate(x, rotation) * weight).sum() for rotation in rotations)
+        return torch.autograd.grad(loss, rope.frequencies)[0]
+
+    positions = vr.with_prefix(rope.positions(2, 3), 1)
+    assert_close(
+        gradient(rope.grid_rotations(2, 3, num_prefix_tokens=1)),
+        gradient(rope.rotations(positions)),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_grid_rotations_augment_as_positions_do():
+    rope = vr.preset("dinov3", head_dim=16, shift=0.2, jitter=1.5, rescale=2.0)
+    drawn = rope.grid_rotations(3, 4, augment=True, generator=torch.Generator().manual_seed(3))
+    positions = rope.coordinates.augment(rope.positions(3, 4), torch.Generator().manual_seed(3))
+    assert_close(drawn[0].cos, rope(positions).cos, atol=2e-6, rtol=0)
+    assert not torch.equal(drawn[0].cos, rope.grid_rotations(3, 4)[0].cos)
