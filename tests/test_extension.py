@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import vision_rope as vr
 from vision_rope import cli
 from vision_rope.extension import EXTENSIONS, reason_against
-from vision_rope.extension_formulas import GrowingAxis, yarn
+from vision_rope.extension_formulas import GrowingAxis, ntk_by_parts, yarn
 from vision_rope.extension_table import extension_table, format_extension_table
 from vision_rope.frequencies import Ladder
 from vision_rope.positions import Coordinates
@@ -132,6 +132,20 @@ def test_an_axis_on_which_every_pair_turns_often_is_left_alone():
     ladder = Ladder(base=2.0, pairs=4, slots=(0, 1, 2, 3))
     axis = GrowingAxis(ladder.values(), ladder, trained=1_000_000, factor=4.0)
     assert torch.equal(yarn(axis), torch.ones(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("formula", [yarn, ntk_by_parts])
+def test_limits_follow_the_scale_of_a_ladder(formula):
+    """The same frequencies written in two ways: rungs 4 to 31, or a scaled ladder that begins at rung 0."""
+    plain = Ladder(base=1e4, pairs=32, slots=tuple(range(28)), rungs=tuple(range(4, 32)))
+    scaled = Ladder(base=1e4, pairs=32, slots=tuple(range(28)), scale=1e4 ** (-4 / 32))
+    assert_close(plain.values(), scaled.values())
+    # Limits between which formulas look at turns alone: ntk counts rungs from the fastest of a whole ladder.
+    limits = {"beta_fast": 30.0, "beta_slow": 2.0, "truncate": False}
+    limits |= {"linear_fast": 1e6, "linear_slow": 1e5} if formula is ntk_by_parts else {}
+    got = [formula(GrowingAxis(each.values(), each, 2000, 4.0), **limits) for each in (plain, scaled)]
+    assert_close(*got)
+    assert len(got[0].unique()) > 5
 
 
 def test_ntk_by_parts_has_three_parts():
