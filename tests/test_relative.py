@@ -471,10 +471,11 @@ def test_meta_then_memory_then_reset(name, options):
         for parameter in encoding.parameters():
             parameter.fill_(math.nan)
     encoding.reset_parameters()
-    for parameter in encoding.parameters():
+    for key, parameter in encoding.named_parameters():
         assert parameter.isfinite().all()
-        assert 0.01 < parameter.std() < 0.03
-        assert parameter.abs().max() < 0.2
+        wanted = DIM**-0.5 if name == "deberta" and "projection" in key else 0.02
+        assert wanted / 2 < parameter.std() < wanted * 1.5
+        assert parameter.abs().max() < 10 * wanted
 
 
 @pytest.mark.parametrize("name", RELATIVE)

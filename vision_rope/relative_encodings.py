@@ -217,6 +217,12 @@ class DeBERTa(RelativeEncoding):
             for layer in range(self.depth)
         ]
 
+    def reset_parameters(self) -> None:
+        """See `RelativeEncoding`; projections keep the size of the embeddings, which would else all but vanish."""
+        super().reset_parameters()
+        for projection in (self.key_projection, self.query_projection):
+            nn.init.trunc_normal_(projection, std=self.embeddings.shape[1] ** -0.5)
+
     def _table(self, projection: Tensor, deltas: list[Tensor]) -> Tensor:
         """Shapes: one (offsets,) an axis -> (depth, heads, 1 + all offsets, head_dim)"""
         rows = [(at + k).clamp(0, 2 * k - 1) for at, k in zip(deltas, self.clips, strict=True)]
