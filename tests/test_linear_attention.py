@@ -237,6 +237,7 @@ class Attend(torch.nn.Module):
         return vr.linear_attend(q, k, v, q_rotation=rotation, k_rotation=rotation, **self.options)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_compiled_and_exported_graphs_hold_no_complex_numbers(name, is_causal):
