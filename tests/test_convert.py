@@ -935,27 +935,35 @@ def test_inference_mode_first_then_training(position: str) -> None:
 
 
 @pytest.mark.parametrize("position", ROPES)
-def test_no_rotation_stays_in_a_module(position: str) -> None:
+def test_no_rotation_stays_but_the_fixed_table_of_the_last_grid(position: str) -> None:
+    """Law 4: what stays belongs to the Rope, which keys it by everything it depends on, and holds no graph."""
     model = build(position=position)
     vr.set_extension(model, _a_method_for(position))
+    gc.collect()
+    model(images(4, 4))
     loss = model(images(5, 6)).sum()
     del loss
     gc.collect()
+    kept = model.position._kept
+    kept = [] if kept is None else kept[1]
+    assert bool(kept) == (model.position.ladders is not None)
+    assert not any(rotation.cos.requires_grad or rotation.cos.is_inference() for rotation in kept)
+    mine = {id(rotation) for rotation in kept}
+    assert {id(thing) for thing in gc.get_objects() if type(thing) is vr.Rotation} == mine
 
-    def holds_rotation(value: Any, depth: int = 0) -> bool:
-        if isinstance(value, vr.Rotation):
-            return True
-        if depth > 3:
-            return False
-        if isinstance(value, dict):
-            return any(holds_rotation(item, depth + 1) for item in value.values())
-        if isinstance(value, list | tuple | set):
-            return any(holds_rotation(item, depth + 1) for item in value)
-        return False
 
-    for name, module in model.named_modules():
-        assert not holds_rotation(vars(module)), name
-    assert not any(type(thing) is vr.Rotation for thing in gc.get_objects())
+def test_a_hook_on_the_projection_keeps_what_it_saw() -> None:
+    """Queries and keys are turned in the projection's own memory, but not where somebody may still look at it."""
+    model = build(position="rope-vit-axial").eval()
+    seen = []
+    x = images(3, 4)
+    with torch.no_grad():
+        wanted = model(x)
+        layer = model.blocks[0].attn.qkv
+        layer.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0].clone(), output)))
+        assert torch.equal(model(x), wanted)
+    (inputs, output), *_ = seen
+    assert_close(output, torch.nn.functional.linear(inputs, layer.weight, layer.bias))
 
 
 def test_two_configurations_in_one_process() -> None:

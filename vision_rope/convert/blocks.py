@@ -65,7 +65,8 @@ class PositionedAttention(Attention):
             and isinstance(self.q_norm, nn.Identity)
             and isinstance(self.k_norm, nn.Identity)
         ):
-            return rotate_qkv(qkv, position)
+            # The projection is this layer's own, so it may be written over, unless a hook on it may still look.
+            return rotate_qkv(qkv, position, overwrite=not self.qkv._forward_hooks)
         q, k, v = qkv.transpose(1, 3).unbind(2)
         q, k = self.q_norm(q), self.k_norm(k)
         if isinstance(position, Rotation):

@@ -245,12 +245,18 @@ class PositionedModel(nn.Module):
         if isinstance(encoding, RelativeEncoding):
             positions = grid_positions(*grid, device=device)
             return encoding(positions if kept is None else positions[kept], grid, self.num_prefix_tokens)
+        if kept is None:
+            return encoding.grid_rotations(
+                *grid,
+                num_prefix_tokens=self.num_prefix_tokens,
+                augment=self.training,
+                extension=self.extension,
+                device=device,
+            )
         positions = encoding.positions(*grid, device=device)
         if self.training:
             positions = encoding.coordinates.augment(positions)
-        if kept is not None:
-            positions = positions[kept]
-        return encoding.rotations(with_prefix(positions, self.num_prefix_tokens), self._extension(grid))
+        return encoding.rotations(with_prefix(positions[kept], self.num_prefix_tokens), self._extension(grid))
 
     def _extension(self, grid: tuple[int, int]) -> Extension | None:
         if self.extension is None or not isinstance(self.position, Rope):
