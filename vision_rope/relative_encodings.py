@@ -109,10 +109,10 @@ class TransformerXL(RelativeEncoding):
         heads = self.content_query.shape[1:]
         keys = with_prefix_row(torch.cat(by_axis, dim=1).unflatten(-1, heads).transpose(1, 2))
         scores = (keys * self.position_query[:, :, None].to(keys.dtype)).sum(-1, keepdim=True)
-        # The content query meets every key, whatever the offset: in the rows of the first axis, once a pair.
-        first = len(offsets.values[0])
-        queries = self.content_query[:, :, None].expand(-1, -1, first, -1)
-        queries = F.pad(queries, (0, 0, 1, keys.shape[2] - 1 - first))
+        # The content query meets every key once, whatever the offset: it stands in the rows of the first axis alone.
+        first, *others = offsets.values
+        once = torch.cat([torch.ones_like(first), *map(torch.zeros_like, others)])
+        queries = with_prefix_row(self.content_query[:, :, None] * once[:, None])
         return [
             RelativeTerms(offsets.rows, keys=keys[layer], queries=queries[layer], scores=scores[layer])
             for layer in range(self.depth)
