@@ -2,6 +2,9 @@
 
 All were made for text, with one axis. With more, an offset has a part an axis, and what the parts mean is summed; ALiBi
 alone measures a distance. Each is defined for grids of any size, by clipping, buckets, sinusoids or distances.
+
+Limits that are not given (clip, max_distance) are those of the grid a model is built for. One that is built for another
+grid and gets trained weights must be given the limit they were trained with.
 """
 
 from __future__ import annotations
@@ -55,16 +58,14 @@ class Shaw(RelativeEncoding):
     def forward(self, positions: Tensor, size: Sequence[int], num_prefix: int = 0) -> list[RelativeTerms]:
         """See `RelativeEncoding`."""
         offsets = offsets_between(positions, size, num_prefix)
-        rows = _join([at.clamp(-k, k) + k for at, k in zip(offsets.values, self.clips, strict=True)], self._widths())
-        keys = with_prefix_row(self.keys.index_select(1, rows))[:, None]
-        values = None if self.values is None else with_prefix_row(self.values.index_select(1, rows))[:, None]
+        rows = [at.clamp(-k, k) + k for at, k in zip(offsets.values, self.clips, strict=True)]
+        chosen = _join(rows, [2 * k + 1 for k in self.clips])
+        keys = with_prefix_row(self.keys.index_select(1, chosen))[:, None]
+        values = None if self.values is None else with_prefix_row(self.values.index_select(1, chosen))[:, None]
         return [
             RelativeTerms(offsets.rows, keys=keys[layer], values=None if values is None else values[layer])
             for layer in range(self.depth)
         ]
-
-    def _widths(self) -> list[int]:
-        return [2 * longest + 1 for longest in self.clips]
 
     def extra_repr(self) -> str:
         return f"clips={self.clips}, value_term={self.values is not None}"
@@ -175,8 +176,8 @@ class DeBERTa(RelativeEncoding):
     The embeddings are shared by the layers, the two projections belong to a layer. All scores are divided by
     sqrt(3 * head_dim), since three terms are summed.
 
-    The offset of the second term is that of the paper, of the key as seen from the query; the released code takes the
-    opposite one, which is the same up to the order of the embeddings that this term reads.
+    The second term reads the embedding that the paper names, of the key as seen from the query; the released code reads
+    that of the opposite offset, so that its weights give other scores here.
 
     Args:
         size: grid the model is trained on.
