@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vision_rope.attention import attend, attend_packed
-    from vision_rope.checkpoint import load_run
-    from vision_rope.convert import add_position, create_model, set_extension
+    from vision_rope.checkpoint import load_run, save_model
+    from vision_rope.convert import add_position, convert_pairing, create_model, set_extension
     from vision_rope.linear_attention import linear_attend, performer_projection
     from vision_rope.multimodal import Image, Text, Video, multimodal_positions
     from vision_rope.positions import (
@@ -47,8 +47,8 @@ _HOMES = {
     "linear_attention": ("linear_attend", "performer_projection"),
     "rope": ("Rope", "extend"),
     "rope_presets": ("preset", "presets"),
-    "convert": ("add_position", "create_model", "set_extension"),
-    "checkpoint": ("load_run",),
+    "convert": ("add_position", "convert_pairing", "create_model", "set_extension"),
+    "checkpoint": ("load_run", "save_model"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -63,6 +63,7 @@ __all__ = [
     "attend_packed",
     "augment_positions",
     "centred_positions",
+    "convert_pairing",
     "create_model",
     "crop_positions",
     "extend",
@@ -79,6 +80,7 @@ __all__ = [
     "presets",
     "rotate",
     "rotate_qkv",
+    "save_model",
     "set_extension",
     "with_prefix",
 ]

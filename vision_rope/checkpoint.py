@@ -126,6 +126,30 @@ def save_weights(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str,
     write_whole(path, save(tensors, texts))
 
 
+def save_model(path: str | Path, model: nn.Module, metadata: Mapping[str, Any] | None = None) -> None:
+    """Write a model's weights with its position encoding and pairing, which they do not tell by themselves.
+
+    `model.checkpoint` of a configuration, `load_start` and `vision-rope evaluate --checkpoint` bring them into the
+    pairing of the model that they load them into.
+
+    Raises:
+        ValueError: for a path that is no .safetensors file.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise ValueError(f"path is {path}, but weights are written as .safetensors; give it that ending")
+    save_weights(path, model.state_dict(), {**(metadata or {}), **describe_position(model)})
+
+
+def describe_position(model: nn.Module) -> dict[str, str]:
+    """Metadata of a model's weights: position encoding and, of a rotary one, the pairing."""
+    from vision_rope.convert.pairing import pairing_of
+
+    backbone: Any = getattr(model, "encoder", model)
+    described = {"position": getattr(backbone, "position_name", None), "pairing": pairing_of(model)}
+    return {key: value for key, value in described.items() if value is not None}
+
+
 def load_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read weights and metadata of a safetensors file.
 
@@ -171,11 +195,42 @@ def load_strictly(model: nn.Module, state: Mapping[str, Tensor], source: str | P
     model.load_state_dict(dict(state), strict=True)
 
 
+def adopt_pairing(model: nn.Module, metadata: Mapping[str, str], source: str | Path) -> None:
+    """Bring weights that were just loaded into the model's pairing, where their metadata name another one.
+
+    Raises:
+        ValueError: where the metadata name no pairing there is.
+    """
+    from vision_rope.convert.pairing import reorder_weights
+
+    if "pairing" in metadata:
+        try:
+            reorder_weights(model, metadata["pairing"])
+        except ValueError as error:
+            raise ValueError(f"{source} does not fit the model: {error}") from error
+
+
+def check_pairing(model: nn.Module, metadata: Mapping[str, str], source: str | Path) -> None:
+    """Refuse weights of another pairing where a training goes on: the optimizer's state is in the order of theirs.
+
+    Raises:
+        ValueError: with the pairings of both.
+    """
+    from vision_rope.convert.pairing import pairing_of
+
+    stored, own = metadata.get("pairing"), pairing_of(model)
+    if stored not in (None, own):
+        raise ValueError(
+            f"{source} holds weights of pairing {stored!r} and the run's model has {own!r}; a training cannot change "
+            "its pairing on the way: start a new one, with these weights as model.checkpoint"
+        )
+
+
 def load_start(model: nn.Module, path: str | Path) -> list[str]:
     """Load first weights for a new training, from a file or the best ones of a run folder.
 
-    A classifier for other classes keeps its fresh weights.
-    The weights may be those of masked prediction, of which a classifier takes the encoder. A learned absolute
+    A classifier for other classes keeps its fresh weights. Weights stored in another pairing are brought into the
+    model's. The weights may be those of masked prediction, of which a classifier takes the encoder. A learned absolute
     embedding that a run of this package trained at another size is resampled.
 
     Returns the names that were not loaded.
@@ -197,7 +252,7 @@ def load_start(model: nn.Module, path: str | Path) -> list[str]:
         state = {name.removeprefix("encoder."): state[name] for name in state if name.startswith("encoder.")}
     state = _fit_absolute(model, state, metadata)
     try:
-        return _load_but_head(model, state, path, is_masked=is_masked)
+        fresh = _load_but_head(model, state, path, is_masked=is_masked)
     except ValueError as error:
         if "config" not in metadata:
             raise
@@ -205,6 +260,8 @@ def load_start(model: nn.Module, path: str | Path) -> list[str]:
         raise ValueError(
             f"{error}; they are of model.name {made.name}, model.position {made.position}, model.options {made.options}"
         ) from error
+    adopt_pairing(model, metadata, path)
+    return fresh
 
 
 def _load_but_head(model: nn.Module, state: dict[str, Tensor], path: Path, *, is_masked: bool) -> list[str]:
@@ -281,6 +338,7 @@ def load_run(folder: str | Path, *, weights: str = "best", device: str | torch.d
     classes = json.loads(metadata["classes"])
     model = build_model(config, len(classes), pretrained=False)
     load_strictly(model, state, parent / files[weights])
+    adopt_pairing(model, metadata, parent / files[weights])
     return LoadedRun(model.to(device).eval(), config, classes)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from vision_rope.checkpoint import load_run, load_strictly, load_weights
+from vision_rope.checkpoint import adopt_pairing, load_run, load_strictly, load_weights
 from vision_rope.config import DataConfig, TrainConfig
 from vision_rope.data import open_dataset, take_evenly
 from vision_rope.results import UNTRAINED
@@ -182,10 +182,13 @@ def _build_timm(name: str, num_classes: int, pretrained: bool, options: dict[str
 
 
 def _load_and_convert(model: nn.Module, checkpoint: str | Path | None, position: str | None) -> nn.Module:
-    """Weights whose names are those of timm's model are loaded before the conversion, others after it."""
+    """Weights whose names are those of timm's model are loaded before the conversion, others after it.
+
+    Those stored in another pairing than the model's are brought into it.
+    """
     import vision_rope
 
-    state = load_weights(checkpoint)[0] if checkpoint else None
+    state, metadata = load_weights(checkpoint) if checkpoint else (None, {})
     if state is not None and set(state) == set(model.state_dict()):
         load_strictly(model, state, str(checkpoint))
         state = None
@@ -193,6 +196,7 @@ def _load_and_convert(model: nn.Module, checkpoint: str | Path | None, position:
         model = vision_rope.add_position(model, position)
     if state is not None:
         load_strictly(model, state, str(checkpoint))
+    adopt_pairing(model, metadata, str(checkpoint))
     return model
 
 

@@ -315,7 +315,7 @@ class Trainer:
             self.best = row
         if self.world.is_main:
             metadata = {
-                "position": self.config.model.position,
+                **checkpoint.describe_position(self.model),
                 "config": to_yaml(self.config),
                 "classes": self.classes,
                 "epoch": self.epoch,
@@ -339,10 +339,12 @@ class Trainer:
         last = checkpoint.find_last(self.folder.path)
         assert last is not None, "check_output has looked for it"
         state = checkpoint.load_state(last / "state.pt")
-        weights, _ = checkpoint.load_weights(last / "model.safetensors")
+        weights, metadata = checkpoint.load_weights(last / "model.safetensors")
+        checkpoint.check_pairing(self.model, metadata, last / "model.safetensors")
         checkpoint.load_strictly(self.model, weights, last)
         if self.ema is not None:
-            averaged, _ = checkpoint.load_weights(last / "ema.safetensors")
+            averaged, metadata = checkpoint.load_weights(last / "ema.safetensors")
+            checkpoint.check_pairing(self.model, metadata, last / "ema.safetensors")
             checkpoint.load_strictly(self.ema.module, averaged, last)
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.updates, self.best = state["epoch"], state["updates"], state["best"]

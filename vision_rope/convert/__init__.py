@@ -15,11 +15,14 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from vision_rope.convert import vision_transformer
+from vision_rope.convert.pairing import convert_pairing
 from vision_rope.convert.vision_transformer import PositionedModel
 from vision_rope.encodings import ENCODINGS
 from vision_rope.rope import Rope
 from vision_rope.rope_presets import PRESETS
 from vision_rope.suggestion import did_you_mean
+
+__all__ = ["FAMILIES", "add_position", "check_position", "convert_pairing", "create_model", "set_extension"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
