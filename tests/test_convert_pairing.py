@@ -18,7 +18,7 @@ from torch.testing import assert_close
 import vision_rope as vr
 from vision_rope import checkpoint
 from vision_rope.config import load_config, to_yaml
-from vision_rope.convert.pairing import pairing_of, reorder_weights
+from vision_rope.convert.pairing import pairing_of, reorder_weights, rotary_parts
 from vision_rope.linear_attention import FEATURE_MAPS
 from vision_rope.masked_model import MaskedModel, create_decoder
 from vision_rope.rope_presets import PRESETS
@@ -42,13 +42,13 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
 }
 ROPES = [name for name in PRESETS if vr.preset(name, head_dim=24).axes == 2]
 # A ring that takes in all of them; the ways back are gone by every model.
-WAYS = list(zip(PAIRINGS, (*PAIRINGS[1:], PAIRINGS[0]), strict=True))
+WAYS: list[Any] = list(zip(PAIRINGS, (*PAIRINGS[1:], PAIRINGS[0]), strict=True))
 
 
 def create(position: str = "rope-vit-mixed", kind: str = "vit", pairing: str = "interleaved", **options: Any) -> Any:
     """A model with large random weights, so that a wrong pair of channels shows in the output."""
     name, more = KINDS[kind]
-    choice = {"position_options": {"pairing": pairing}} if position in PRESETS else {}
+    choice: dict[str, Any] = {"position_options": {"pairing": pairing}} if position in PRESETS else {}
     torch.manual_seed(1)
     model: Any = vr.create_model(name, position, img_size=64, **choice, **{**TINY, **more, **options})
     fill(model)
@@ -200,8 +200,7 @@ def test_masked_models_are_converted_whole(with_decoder: bool) -> None:
     wanted = model(images(), masks)
     vr.convert_pairing(model, "half")
     assert_same_outputs(model(images(), masks), wanted)
-    parts = [part for part in (model.encoder, model.decoder) if part is not None]
-    assert [part.position.pairing for part in parts] == ["half"] * len(parts)
+    assert {part.position.pairing for part in rotary_parts(model)} == {"half"}
     if with_decoder:
         vr.convert_pairing(model.encoder, "interleaved")
         with pytest.raises(ValueError, match="have the pairings interleaved and half; convert the whole model"):
@@ -259,7 +258,7 @@ def test_a_model_wrapped_for_several_processes_is_refused(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("in_place", [True, False])
 def test_compiled_models_follow(in_place: bool) -> None:
     model = create(depth=1)
-    compiled = model if in_place else torch.compile(model, backend="aot_eager")
+    compiled: Any = model if in_place else torch.compile(model, backend="aot_eager")
     if in_place:
         model.compile(backend="aot_eager")
     wanted = compiled(images())

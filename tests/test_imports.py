@@ -41,6 +41,7 @@ ORDER = [
     "memory",
     "video",
     "flags",
+    "extension_text",
     "config",
     "rules",
     "study_config",

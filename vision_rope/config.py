@@ -214,7 +214,7 @@ class EvaluationConfig:
         max_images: judge by that many images, evenly spread over the validation part; none takes all. Masks are
             drawn by the place among them.
         sizes: sizes of the sweep after training: 64, 96x160, ...; empty skips the sweep.
-        extend: context-extension methods of the sweep.
+        extend: context-extension methods of the sweep, with options as in yarn:beta_fast=16:beta_slow=2.
     """
 
     crop_pct: float = 1.0

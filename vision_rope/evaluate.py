@@ -15,11 +15,11 @@ from tqdm import tqdm
 
 from vision_rope.config import DataConfig, load_yaml
 from vision_rope.data import create_loader, eval_transform
+from vision_rope.extension_text import parse_extension
 from vision_rope.measure import Meter, measure
 from vision_rope.parallel import distributed
 from vision_rope.results import Row, format_table, write_results
 from vision_rope.sizes import Size, check_sizes, format_size, parse_sizes
-from vision_rope.suggestion import did_you_mean
 from vision_rope.targets import open_run, open_timm
 from vision_rope.tasks import Classification, Task
 
@@ -33,13 +33,9 @@ __all__ = [
 
 
 def check_methods(methods: Sequence[str]) -> list[str]:
-    """The methods once each with "none" in front; unknown ones are refused with the nearest name."""
-    from vision_rope.extension import EXTENSIONS
-
+    """The methods once each with "none" in front; what `parse_extension` cannot read is refused."""
     for method in methods:
-        if method not in EXTENSIONS:
-            hint = did_you_mean(method, EXTENSIONS)
-            raise ValueError(f"extend holds {method!r}, but the methods are {', '.join(EXTENSIONS)}{hint}")
+        parse_extension(method)
     return list(dict.fromkeys(["none", *methods]))
 
 
@@ -70,14 +66,15 @@ def sweep(
     """One row a size and method: metrics, speed, memory, crop policy, seed; or the reason why there are none.
 
     Images are decoded and resized once a size for all methods. Methods always include "none", and the model
-    is left with it. Under torch.distributed every rank calls this with its own `rank` and gets the same rows.
+    is left with it; options follow the name, as in "yarn:beta_fast=16". Under torch.distributed every rank calls this
+    with its own `rank` and gets the same rows.
 
     Units: sizes, train_size and patch_size in pixels, (rows, columns). `per_class` of a row holds the
     accuracy by class name, None where the class has no image or the task no classes. `task` is classification
     where none is given. `about` is put in front of every row (model, weights, position). `watch` is called after
     each size with its meters by method.
 
-    Raises: ValueError for sizes that the patch does not divide and unknown methods, before any work.
+    Raises: ValueError for sizes that the patch does not divide, and unknown methods and options, before any work.
     """
     check_sizes([*sizes, train_size], patch_size)
     methods = check_methods(methods)
@@ -182,6 +179,7 @@ def evaluate(
     Args:
         data: elpv, folder:PATH or a timm dataset name; that of a run by default.
         split: name of the split; the validation split by default.
+        extend: methods of context extension, as "none,yarn:beta_fast=16:beta_slow=2" or a list.
         weights: best, last or ema of a run folder.
         checkpoint: .safetensors weights for a timm name, of timm's model or of the one with `position`.
         pretrained: timm's weights for a timm name.
@@ -302,13 +300,14 @@ def _finite(value: Any) -> Any:
 
 
 def _extend(model: nn.Module, method: str, grid: Size) -> None:
-    """Switch the method; a model that no method means anything for has "none" already."""
+    """Switch the method with its options; a model that no method means anything for has "none" already."""
     import vision_rope
 
+    name, knobs = parse_extension(method)
     try:
-        vision_rope.set_extension(model, method, train_size=grid)
+        vision_rope.set_extension(model, name, train_size=grid, **knobs)
     except ValueError:
-        if method != "none":
+        if name != "none":
             raise
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -144,6 +144,17 @@ def check_name(name: str) -> None:
         raise ValueError(f"method is {name!r}; the context-extension methods are {', '.join(EXTENSIONS)}{hint}")
 
 
+def check_knobs(name: str, knobs: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that the method of that name does not have, with the nearest."""
+    known = EXTENSIONS[name].knobs
+    for knob in knobs:
+        if knob not in known:
+            raise ValueError(
+                f"method {name!r} has no option {knob!r}; its options: {', '.join(known) or 'none'}"
+                f"{did_you_mean(knob, known)}"
+            )
+
+
 def reason_against(name: str, *, has_ladder: bool, bounded: bool) -> str | None:
     """Why a method means nothing for embeddings of a kind; None where it does mean something.
 
@@ -164,13 +175,7 @@ def reason_against(name: str, *, has_ladder: bool, bounded: bool) -> str | None:
 def check_method(name: str, knobs: dict[str, Any], *, has_ladder: bool, bounded: bool, subject: str) -> Method:
     """The row of EXTENSIONS of that name, or ValueError with the reason why it means nothing for `subject`."""
     check_name(name)
-    method = EXTENSIONS[name]
-    for knob in knobs:
-        if knob not in method.knobs:
-            known = ", ".join(method.knobs) or "none"
-            raise ValueError(
-                f"method {name!r} has no option {knob!r}; its options: {known}{did_you_mean(knob, method.knobs)}"
-            )
+    check_knobs(name, knobs)
     reason = reason_against(name, has_ladder=has_ladder, bounded=bounded)
     if reason is not None:
         defined = [
@@ -179,7 +184,7 @@ def check_method(name: str, knobs: dict[str, Any], *, has_ladder: bool, bounded:
         raise ValueError(
             f"{name} means nothing for {subject}: {reason}; use {', '.join(defined[:-1])} or {defined[-1]}"
         )
-    return method
+    return EXTENSIONS[name]
 
 
 def check_grid(name: str, grid: Any, axes: int, subject: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from vision_rope.config import TrainConfig, load_yaml
 from vision_rope.data import ImageSource, create_loader, eval_transform
 from vision_rope.data.randomness import derive_seed, isolated_randomness
 from vision_rope.evaluate import choose_data
-from vision_rope.extension import check_name
+from vision_rope.extension_text import parse_extension
 from vision_rope.feature_classifiers import check_neighbours, fit_best, knn_votes
 from vision_rope.metrics import ClassificationMetrics
 from vision_rope.parallel import choose_precision, distributed
@@ -61,7 +61,7 @@ def probe(
             of the run by default.
         root: folder that timm dataset names are looked up in.
         size: image size in pixels, "224" or "192x256"; the run's data.size by default.
-        extend: context-extension method for that size.
+        extend: context-extension method for that size, with options as in yarn:beta_fast=16.
         weights: best, last, ema, or untrained: the first weights that the run's seed gives. Several, as a list or
             divided by commas, are compared on the same images.
         k: number of neighbours.
@@ -78,7 +78,7 @@ def probe(
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} is not a run folder: it holds no config.yaml")
     chosen_weights = _read_weights(weights)
-    check_name(extend)
+    parse_extension(extend)
     check_neighbours(k, temperature)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but it must be at least 1")
@@ -320,4 +320,5 @@ def _fit_to_size(backbone: nn.Module, size: Size, train_size: Size, method: str)
     """Refuse a size that the patch does not divide, and switch the extension."""
     height, width = backbone.patch_embed.patch_size  # type: ignore[union-attr, misc]
     check_sizes([size], (height, width))
-    vision_rope.set_extension(backbone, method, train_size=(train_size[0] // height, train_size[1] // width))
+    name, knobs = parse_extension(method)
+    vision_rope.set_extension(backbone, name, train_size=(train_size[0] // height, train_size[1] // width), **knobs)

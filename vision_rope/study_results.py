@@ -150,7 +150,8 @@ def _reasons(rows: Sequence[Row]) -> list[str]:
         elif row.get("reason"):
             # "ntk means nothing for sinusoidal: why" is said once for all methods.
             about, _, why = row["reason"].partition(": ")
-            reason = why if about.startswith(f"{row['method']} means nothing") else row["reason"]
+            method = row["method"].partition(":")[0]
+            reason = why if about.startswith(f"{method} means nothing") else row["reason"]
             methods.setdefault((row["row"], reason), []).append(row["method"])
     names: dict[tuple[str, str], list[str]] = {}
     for (name, reason), found in methods.items():
