@@ -127,7 +127,11 @@ def _add_evaluate(commands: Any) -> None:
     add("--root", help="folder that timm dataset names are looked up in")
     add("--split", help="name of the split [the validation split]")
     add("--sizes", help="sizes in pixels: 64,96,192x256 (rows x columns) [the run's own, else the training size]")
-    add("--extend", help=f"methods of context extension, of {METHODS} [the run's own, else none]; none is always shown")
+    add(
+        "--extend",
+        help=f"methods of context extension, of {METHODS}, with options as in yarn:beta_fast=16:beta_slow=2 "
+        "[the run's own, else none]; none is always shown",
+    )
     add("--out", help="folder for the results [RUN/evaluation or evaluation-NAME]")
     add("--crop-pct", type=float, help="resize the short side to size / this, then crop the centre [the run's, else 1]")
     add("--batch-size", type=int, help="images a forward pass [the run's own, else 64]")
@@ -165,7 +169,11 @@ def _add_probe(commands: Any) -> None:
     add("--data", help="elpv, folder:PATH or a timm dataset name [the run's own]")
     add("--root", help="folder that timm dataset names are looked up in")
     add("--size", help="size in pixels: 96 or 192x256 (rows x columns) [the training size]")
-    add("--extend", default="none", help=f"method of context extension for that size: {METHODS} [none]")
+    add(
+        "--extend",
+        default="none",
+        help=f"method of context extension for that size: {METHODS}; options as in yarn:beta_fast=16 [none]",
+    )
     add("--weights", default="best", help="best, last, ema, untrained; several divided by commas are compared [best]")
     add("--k", type=int, default=20, help="number of neighbours [20]")
     add("--temperature", type=float, default=0.07, help="votes are exp(similarity / this) [0.07]")
