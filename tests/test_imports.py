@@ -22,6 +22,7 @@ ORDER = [
     "frequencies",
     "extension_formulas",
     "extension",
+    "turning",
     "rotation",
     "attention",
     "linear_attention",

@@ -1,4 +1,4 @@
-"""The command `vision-rope`: train, study, evaluate, probe, presets."""
+"""The command `vision-rope`: train, study, evaluate, probe, benchmark, presets."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   vision-rope evaluate vit_small_patch16_rope_224 --pretrained --data folder:imagenet --sizes 224,288,384
   vision-rope study --config configs/study.yaml
   vision-rope probe runs/default --weights best,untrained
+  vision-rope benchmark rotate --shapes S1 --sections forward,overwrite
   vision-rope presets
 """
 
@@ -41,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Hand argparse's complaint to `main`."""
-        if choice := re.match(r"argument COMMAND: invalid choice: '(.*?)' \(choose from (.*)\)", message):
+        if choice := re.match(r"argument (?:COMMAND|BENCHMARK): invalid choice: '(.*?)' \(choose from (.*)\)", message):
             nearest = difflib.get_close_matches(choice[1], re.findall(r"\w+", choice[2]), n=1)
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
             message = f"unknown command {choice[1]}: the commands are {choice[2]}{hint}".replace("'", "")
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[:1] == ["study"]:
             return _study(words[1:])
         parsed = _build_parser().parse_args(words or ["--help"])
+        parsed.words = words
         status = int(parsed.run(parsed))
         # Here, where a closed pipe is answered, and not at Python's end.
         sys.stdout.flush()
@@ -102,6 +104,7 @@ def _build_parser() -> Parser:
     commands.add_parser("study", help="train position encodings side by side and compare them", add_help=False)
     _add_evaluate(commands)
     _add_probe(commands)
+    _add_benchmark(commands)
     presets = commands.add_parser(
         "presets",
         help="list the presets of rotary position embedding, or which can be extended how",
@@ -181,6 +184,30 @@ def _add_probe(commands: Any) -> None:
     add("--batch-size", type=int, help="images a forward pass [the run's own]")
     _add_computing(parser)
     parser.set_defaults(run=_probe, parser=parser)
+
+
+def _add_benchmark(commands: Any) -> None:
+    from vision_rope.benchmark import BENCHMARKS, run_benchmark
+
+    parser = commands.add_parser(
+        "benchmark",
+        help="measure speed beside the installed libraries, as ratios",
+        description="Measure this package and every installed library in one run, in shuffled rounds; print tables of "
+        "ratios and write them as JSON, Markdown and a figure.",
+    )
+    parser.set_defaults(parser=parser)
+    kinds = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True, parser_class=Parser)
+    for name, row in BENCHMARKS.items():
+        kind = kinds.add_parser(name, help=row.summary, description=f"Measure {row.summary}.")
+        row.add_flags(kind)
+        add = kind.add_argument
+        add("--rounds", type=int, default=15, help="rounds of each comparison (default 15)")
+        add("--threads", type=int, default=1, help="threads of torch on a CPU (default 1)")
+        add("--seed", type=int, default=0, help="seed of the order within rounds (default 0)")
+        add("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default auto)")
+        add("--out", help="folder for the results (default runs/benchmark)")
+        add("--no-progress", action="store_true", help="no progress bar")
+        kind.set_defaults(run=lambda parsed: run_benchmark(parsed, parsed.words), parser=kind)
 
 
 def _add_computing(parser: Any) -> None:

@@ -167,6 +167,10 @@ class Rope(nn.Module):
             self._kept = (key, rotations)
         return rotations
 
+    def forget(self) -> None:
+        """Drop the rotations of the last grid, which `grid_rotations` keeps."""
+        self._kept = None
+
     def extension_for(
         self, method: str, *, train_size: Sequence[int], size: Sequence[int], **knobs: Any
     ) -> Extension | None:

@@ -1,0 +1,123 @@
+"""Speed beside the installed libraries: ratios from one run, in the terminal and as JSON, Markdown and a figure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vision_rope.suggestion import did_you_mean
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A row of BENCHMARKS.
+
+    Attributes:
+        summary: one line for --help.
+        add_flags: its own flags.
+        prepare: parsed flags and device -> titles of its sections, and its cases.
+    """
+
+    summary: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    prepare: Callable[[argparse.Namespace, Any], tuple[dict[str, str], Iterator[Any]]]
+
+
+def _rotate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sections", help="what to compare, with commas (default: all but compiled-backward)")
+    parser.add_argument("--shapes", default="S1,S2,S3,S4", help="sizes of queries: S1,S2,S3,S4 (default: all)")
+    parser.add_argument("--dtypes", default="fp32,bf16", help="fp32,bf16 (default: both)")
+
+
+def _prepare_rotate(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, str], Iterator[Any]]:
+    from vision_rope.benchmark import rotate
+
+    sections = choose("sections", parsed.sections, rotate.SECTIONS, rotate.DEFAULT_SECTIONS)
+    shapes = choose("shapes", parsed.shapes, rotate.SHAPES)
+    return rotate.SECTIONS, rotate.rotate_cases(
+        sections, shapes, choose("dtypes", parsed.dtypes, rotate.DTYPES), device
+    )
+
+
+def _vit_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sections", help="what to compare, with commas (default: all)")
+    parser.add_argument("--sizes", default="224,448", help="square image sizes in pixels (default 224,448)")
+    parser.add_argument("--batch-size", type=int, default=4, help="images a batch (default 4)")
+
+
+def _prepare_vit(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, str], Iterator[Any]]:
+    from vision_rope.benchmark import vit
+
+    sections = choose("sections", parsed.sections, vit.SECTIONS, vit.DEFAULT_SECTIONS)
+    sizes = []
+    for text in parsed.sizes.split(","):
+        if not text.isdecimal() or int(text) < vit.PATCH or int(text) % vit.PATCH:
+            raise ValueError(f"sizes has {text!r}; give multiples of {vit.PATCH} pixels, for instance 224,448")
+        sizes.append(int(text))
+    if parsed.batch_size < 1:
+        raise ValueError(f"batch-size is {parsed.batch_size}; it must be a positive number of images")
+    return vit.SECTIONS, vit.vit_cases(sections, sizes, parsed.batch_size, device)
+
+
+BENCHMARKS = {
+    "rotate": Benchmark("turning queries and keys, packed qkv, tables", _rotate_flags, _prepare_rotate),
+    "vit": Benchmark("what positions cost in a ViT-S", _vit_flags, _prepare_vit),
+}
+
+
+def choose(name: str, text: str | None, known: Any, default: Sequence[str] = ()) -> list[str]:
+    """Names with commas between them, each of which must be known.
+
+    Raises: ValueError that names the nearest.
+    """
+    if text is None:
+        return list(default)
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in known:
+            raise ValueError(f"{name} has {word!r}; choose from {', '.join(known)}{did_you_mean(word, known)}")
+    return words
+
+
+def run_benchmark(parsed: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run a benchmark of the command line, print its tables and write its files; returns the exit status."""
+    import torch
+    from tqdm import tqdm
+
+    from vision_rope.benchmark.report import format_benchmark, plot_benchmark
+    from vision_rope.benchmark.timing import describe_machine, measure_case, restart_with_warm_allocator
+    from vision_rope.checkpoint import write_whole
+    from vision_rope.parallel import choose_device
+
+    if parsed.rounds < 1:
+        raise ValueError(f"rounds is {parsed.rounds}; it must be a positive number")
+    if parsed.threads < 1:
+        raise ValueError(f"threads is {parsed.threads}; it must be a positive number")
+    status = restart_with_warm_allocator("vision_rope.cli", words)
+    if status is not None:
+        return status
+    torch.set_num_threads(parsed.threads)
+    device = choose_device(parsed.device)
+    titles, cases = BENCHMARKS[parsed.benchmark].prepare(parsed, device)
+    rows: list[dict[str, Any]] = []
+    with tqdm(disable=parsed.no_progress, unit=" cases") as bar:
+        for case in cases:
+            bar.set_postfix_str(f"{case.section} {case.label} {case.dtype}")
+            rows += measure_case(case, rounds=parsed.rounds, device=device, seed=parsed.seed)
+            bar.update()
+    machine = describe_machine(device)
+    report = format_benchmark(rows, machine, titles, f"vision-rope {' '.join(words)}")
+    print(report)
+    folder = Path(parsed.out or Path("runs", "benchmark"))
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{parsed.benchmark}.{ending}" for ending in ("json", "md", "png")]
+    content = {"command": f"vision-rope {' '.join(words)}", "machine": machine, "rows": rows}
+    write_whole(paths[0], (json.dumps(content, indent=1) + "\n").encode())
+    write_whole(paths[1], report.encode())
+    plot_benchmark(rows, titles, paths[2])
+    print("\n".join(f"wrote {path}" for path in paths))
+    return 0

@@ -1,0 +1,75 @@
+"""A benchmark's rows as tables for a terminal or Markdown, and as a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+COLORS = {"vision_rope": "#0072B2", "vision_rope half": "#56B4E9"}
+
+
+def format_benchmark(rows: Sequence[Row], machine: Mapping[str, Any], titles: Mapping[str, str], command: str) -> str:
+    """A Markdown table a section: the medians, and the spread of what they are ratios of."""
+    lines = [f"`{command}`", "", ", ".join(f"{key} {value}" for key, value in machine.items()), ""]
+    lines += [
+        "Times are medians of rounds in which all candidates ran in random order; ratios are medians of the rounds'",
+        "ratios, with the middle half of the rounds in brackets.",
+    ]
+    for section in dict.fromkeys(row["section"] for row in rows):
+        lines += ["", f"## {section}: {titles[section]}", "", *_section([r for r in rows if r["section"] == section])]
+    return "\n".join(lines) + "\n"
+
+
+def _section(rows: Sequence[Row]) -> list[str]:
+    """One table: rows are candidates of a size and dtype; columns that no candidate fills are left out."""
+    columns = {
+        "size": lambda row: row["label"],
+        "dtype": lambda row: row["dtype"],
+        "": lambda row: row["name"],
+        "ms": lambda row: f"{row['milliseconds']['median']:.3g}",
+        "of ours": lambda row: _ratio(row["over_ours"]),
+        "of doing nothing": lambda row: _ratio(row["over_floor"]),
+        "error": lambda row: "" if row["error"] is None else f"{row['error']:.1e}",
+        "peak memory": lambda row: "" if row["peak_memory"] is None else f"{row['peak_memory']:.2f}",
+    }
+    cells = {head: [text(row) for row in rows] for head, text in columns.items()}
+    cells = {head: texts for head, texts in cells.items() if any(texts)}
+    lines = [f"| {' | '.join(cells)} |", f"|{'---|' * len(cells)}"]
+    return lines + [f"| {' | '.join(line)} |" for line in zip(*cells.values(), strict=True)]
+
+
+def _ratio(spread: Mapping[str, float] | None) -> str:
+    return "" if spread is None else f"{spread['median']:.3g} ({spread['low']:.3g}-{spread['high']:.3g})"
+
+
+def plot_benchmark(rows: Sequence[Row], titles: Mapping[str, str], path: Path) -> None:
+    """Draw a panel a section: bars are times over ours, on a logarithmic axis; the line at 1 is ours."""
+    from matplotlib.figure import Figure
+
+    sections = list(dict.fromkeys(row["section"] for row in rows))
+    figure = Figure(figsize=(11, 3.4 * len(sections)), dpi=120, layout="constrained")
+    for panel, section in zip(figure.subplots(len(sections), 1, squeeze=False).flat, sections, strict=True):
+        members = [row for row in rows if row["section"] == section]
+        groups = list(dict.fromkeys((row["label"], row["dtype"]) for row in members))
+        names = list(dict.fromkeys(row["name"] for row in members))
+        width = 0.8 / len(names)
+        for index, name in enumerate(names):
+            found = {(row["label"], row["dtype"]): row["over_ours"] for row in members if row["name"] == name}
+            places = [groups.index(group) + (index + 0.5) * width - 0.4 for group in found]
+            middle = [spread["median"] for spread in found.values()]
+            error = [
+                [spread["median"] - spread["low"] for spread in found.values()],
+                [spread["high"] - spread["median"] for spread in found.values()],
+            ]
+            color = COLORS.get(name) or f"{0.25 + 0.6 * index / len(names):.2f}"
+            panel.bar(places, middle, width, yerr=error, label=name, color=color, error_kw={"linewidth": 0.6})
+        panel.axhline(1.0, color="#D55E00", linewidth=1)
+        panel.set_yscale("log")
+        panel.set_xticks(range(len(groups)), [f"{label}\n{dtype}" for label, dtype in groups], fontsize=8)
+        panel.set_title(f"{section}: {titles[section]}", fontsize=10)
+        panel.set_ylabel("time / ours")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(fontsize=7, ncols=2, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(path)

@@ -1,0 +1,1 @@
+"""Video: SAM 2 of Ultralytics, for parity."""
