@@ -174,11 +174,15 @@ def test_extension_modes_and_dtypes_stay() -> None:
     inferred(images()).sum().backward()
 
 
-def test_a_shared_rope_and_tied_weights() -> None:
+@pytest.mark.parametrize("tied", ["layer", "weight"])
+def test_a_shared_rope_and_tied_weights(tied: str) -> None:
     """A model gets a Rope of its own, and a weight that several layers share moves once."""
     rope = vr.preset("rope-vit-mixed", head_dim=HEAD_DIM, num_heads=HEADS, depth=DEPTH)
     first, second = (create(rope) for _ in range(2))  # type: ignore[arg-type]
-    second.blocks[1].attn = second.blocks[0].attn
+    if tied == "layer":
+        second.blocks[1].attn = second.blocks[0].attn
+    else:
+        second.blocks[1].attn.qkv.weight = second.blocks[0].attn.qkv.weight
     wanted = first(images()), second(images())
     vr.convert_pairing(second, "half")
     assert (first.position.pairing, second.position.pairing) == ("interleaved", "half")
@@ -238,6 +242,7 @@ def test_what_cannot_be_converted_is_refused_untouched() -> None:
         setattr(layer, part, change(getattr(layer, part)))
         with pytest.raises(ValueError, match=message):
             vr.convert_pairing(model, "half")
+        assert vr.convert_pairing(model, "interleaved") is model, "which it has already"
         assert model.position.pairing == "interleaved"
         assert_close(state_of(model.blocks[0]), before, rtol=0, atol=0)
     model = create()
