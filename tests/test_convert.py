@@ -53,6 +53,20 @@ RELATIVE = [
     name for name, row in ENCODINGS.items() if isinstance(row.build, type) and issubclass(row.build, RelativeEncoding)
 ]
 POSITIONS = [*ROPES, *ENCODINGS]
+# One of each kind of position: fixed tables, learned ones, biases of scores, an absolute embedding.
+REPRESENTATIVES = ("rope-vit-axial", "rope-vit-mixed", "deberta", "learned")
+# Every model with the representatives and every position in one model; the rest of the product is for `make test-all`.
+EVERY_MODEL_AND_POSITION = [
+    pytest.param(kind, position, marks=() if kind == "vit" or position in REPRESENTATIVES else pytest.mark.slow)
+    for kind, position in itertools.product(MODELS, POSITIONS)
+]
+
+
+def vit_with_all_and(kinds: tuple[str, ...], positions: list[str]) -> list[tuple[str, str]]:
+    """Every position in the plain model, the representatives in the others."""
+    return [("vit", position) for position in positions] + [
+        (kind, position) for kind in kinds for position in positions if position in REPRESENTATIVES
+    ]
 
 
 def patch_of(kind: str) -> int:
@@ -168,8 +182,7 @@ def _train_step(model: Any, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return logits, gradients(model)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize(("kind", "position"), EVERY_MODEL_AND_POSITION)
 def test_state_dict_keys_stay(kind: str, position: str) -> None:
     theirs = randomise(timm.create_model(MODELS[kind][0], **options_of(kind)))
     ours = build(kind, position)
@@ -205,10 +218,13 @@ def test_learned_is_timms_resampled_embedding(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["vit", "deit distilled", "dinov2 registers", "average pooling"])
 def test_forward_intermediates_are_timms(kind: str) -> None:
     theirs, ours = pair_with_timm(kind)
-    x = images(3, 5, patch=patch_of(kind))
+    x = images(3, 5, batch=1, patch=patch_of(kind))
     names = ("return_prefix_tokens", "norm", "stop_early", "intermediates_only", "output_dict")
+    every = list(itertools.product((False, True), repeat=len(names)))
+    # All combinations where there are prefix tokens of two kinds; elsewhere none, each by itself, and all.
+    chosen = every if kind == "dinov2 registers" else [flags for flags in every if sum(flags) in (0, 1, len(names))]
     for indices, output_fmt in itertools.product((None, 1, [0], [1, 0]), ("NCHW", "NLC")):
-        for flags in itertools.product((False, True), repeat=len(names)):
+        for flags in chosen:
             arguments = dict(zip(names, flags, strict=True), indices=indices, output_fmt=output_fmt)
             _assert_same(ours.forward_intermediates(x, **arguments), theirs.forward_intermediates(x, **arguments))
     mask = torch.ones(15 + ours.num_prefix_tokens, 15 + ours.num_prefix_tokens, dtype=torch.bool).tril()
@@ -388,8 +404,9 @@ def test_rotation_in_a_model_is_the_design_pages(kind: str, position: str) -> No
         assert_close(out.double(), wanted, rtol=1e-5, atol=3e-5)
 
 
-@pytest.mark.parametrize("kind", ["vit", "average pooling", "deit distilled", "parallel", "norm after"])
-@pytest.mark.parametrize("position", ROPES)
+@pytest.mark.parametrize(
+    ("kind", "position"), vit_with_all_and(("average pooling", "deit distilled", "parallel", "norm after"), ROPES)
+)
 def test_rotation_in_a_model_is_the_one_formula(kind: str, position: str) -> None:
     grid = (2, 3)
     model = build(kind, position)
@@ -471,8 +488,7 @@ def test_whole_model_equals_timms_rope_model(position: str) -> None:
 # ---- grids
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("kind", ["vit", "siglip", "dinov2 registers"])
+@pytest.mark.parametrize(("kind", "position"), vit_with_all_and(("siglip", "dinov2 registers"), POSITIONS))
 def test_every_size_the_patch_divides(kind: str, position: str) -> None:
     model = build(kind, position)
     for rows, columns in ((4, 4), (1, 1), (2, 7), (7, 2)):
@@ -555,21 +571,19 @@ def test_transposed_picture_is_seen_differently(position: str) -> None:
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize(
-    ("height", "width", "words"),
-    [
-        (79, 64, ("height 79", "64 or 80")),
-        (64, 222, ("width 222", "208 or 224")),
-        (8, 64, ("height 8", "16")),
-    ],
-)
-def test_sizes_the_patch_does_not_divide(position: str, height: int, width: int, words: tuple[str, ...]) -> None:
+def test_sizes_the_patch_does_not_divide(position: str) -> None:
     """Failure class 17."""
     model = build(position=position)
-    for call in (model, model.forward_features, model.forward_intermediates):
-        with pytest.raises(ValueError, match="images have") as caught:
-            call(torch.randn(1, 3, height, width))
-        assert all(word in str(caught.value) for word in words), caught.value
+    sizes = {
+        (79, 64): ("height 79", "64 or 80"),
+        (64, 222): ("width 222", "208 or 224"),
+        (8, 64): ("height 8", "16"),
+    }
+    for (height, width), words in sizes.items():
+        for call in (model, model.forward_features, model.forward_intermediates):
+            with pytest.raises(ValueError, match="images have") as caught:
+                call(torch.randn(1, 3, height, width))
+            assert all(word in str(caught.value) for word in words), caught.value
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -601,8 +615,9 @@ def test_hybrid_patch_embedding(position: str) -> None:
 # ---- dropped patches
 
 
-@pytest.mark.parametrize("kind", ["vit", "deit distilled", "dinov2 registers", "average pooling"])
-@pytest.mark.parametrize("position", ROPES)
+@pytest.mark.parametrize(
+    ("kind", "position"), vit_with_all_and(("deit distilled", "dinov2 registers", "average pooling"), ROPES)
+)
 def test_positions_follow_the_kept_patches(kind: str, position: str) -> None:
     """Failure class 19: the same as running the attention on the kept tokens with their own positions."""
     grid = (3, 4)
@@ -659,8 +674,7 @@ def test_augmentation_of_positions_is_for_training(position: str) -> None:
 # ---- training
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize(("kind", "position"), EVERY_MODEL_AND_POSITION)
 def test_every_parameter_gets_a_gradient(kind: str, position: str) -> None:
     """Failure class 12: no unused parameter for DistributedDataParallel, a gradient in every layer."""
     model = build(kind, position).train()
@@ -777,11 +791,15 @@ def test_optimizers_treat_learned_frequencies_as_documented(position: str) -> No
 # ---- dtypes, devices, copies
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("position", POSITIONS)
-def test_low_precision_models(position: str, dtype: torch.dtype) -> None:
+def test_low_precision_models(position: str) -> None:
     """Failure classes 4 and 5: angles stay exact, the output has the input's dtype."""
     exact = build(position=position)
+    for dtype in (torch.bfloat16, torch.float16):
+        _check_low_precision(position, exact, dtype)
+
+
+def _check_low_precision(position: str, exact: Any, dtype: torch.dtype) -> None:
     model = copy.deepcopy(exact).to(dtype)
     assert {name: p.dtype for name, p in model.named_parameters() if p.dtype != dtype} == (
         {"position.learned_frequencies": torch.float32} if position in LEARNED else {}
@@ -853,22 +871,23 @@ def test_autocast_on_cpu(position: str) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("position", POSITIONS)
-def test_meta_device(position: str, assign: bool) -> None:
+def test_meta_device(position: str) -> None:
     """Failure class 6."""
     wanted = build(position=position)
     with torch.device("meta"):
-        model = vr.create_model(MODELS["vit"][0], position, **options_of("vit")).eval()
-    assert all(parameter.is_meta for parameter in model.parameters())
-    if not assign:
-        model.to_empty(device="cpu")
-    model.load_state_dict(wanted.state_dict(), assign=assign)
-    for rows, columns in ((4, 4), (3, 7)):
-        x = images(rows, columns)
-        assert torch.equal(model(x), wanted(x))
+        empty = vr.create_model(MODELS["vit"][0], position, **options_of("vit")).eval()
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    pictures = [images(*size, batch=1) for size in ((4, 4), (3, 7))]
+    outputs = [wanted(x) for x in pictures]
+    for assign in (True, False):
+        model = copy.deepcopy(empty)
+        if not assign:
+            model.to_empty(device="cpu")
+        model.load_state_dict(wanted.state_dict(), assign=assign)
+        assert all(torch.equal(model(x), output) for x, output in zip(pictures, outputs, strict=True))
     model.to("meta").to_empty(device="cpu").load_state_dict(wanted.state_dict())
-    assert torch.equal(model(x), wanted(x))
+    assert torch.equal(model(pictures[1]), outputs[1])
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -888,8 +907,9 @@ def test_a_bfloat16_checkpoint_keeps_frequencies_in_float32(position: str, assig
     assert model(images(3, 4, dtype=dtype)).dtype == dtype
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("kind", ["vit", "parallel", "norm after", "deit distilled"])
+@pytest.mark.parametrize(
+    ("kind", "position"), vit_with_all_and(("parallel", "norm after", "deit distilled"), POSITIONS)
+)
 def test_copies(kind: str, position: str) -> None:
     model = build(kind, position)
     if position in ROPES:
@@ -934,21 +954,23 @@ def test_inference_mode_first_then_training(position: str) -> None:
     assert_close(model.eval()(x), wanted, rtol=0, atol=1e-5 if position in RELATIVE else 0)
 
 
-@pytest.mark.parametrize("position", ROPES)
-def test_no_rotation_stays_but_the_fixed_table_of_the_last_grid(position: str) -> None:
+def test_no_rotation_stays_but_the_fixed_table_of_the_last_grid() -> None:
     """Law 4: what stays belongs to the Rope, which keys it by everything it depends on, and holds no graph."""
-    model = build(position=position)
-    vr.set_extension(model, _a_method_for(position))
+    models = {position: build(position=position) for position in ROPES}
     gc.collect()
-    model(images(4, 4))
-    loss = model(images(5, 6)).sum()
-    del loss
+    for position, model in models.items():
+        vr.set_extension(model, _a_method_for(position))
+        model(images(4, 4))
+        loss = model(images(5, 6)).sum()
+        del loss
     gc.collect()
-    kept = model.position._kept
-    kept = [] if kept is None else kept[1]
-    assert bool(kept) == (model.position.ladders is not None)
-    assert not any(rotation.cos.requires_grad or rotation.cos.is_inference() for rotation in kept)
-    mine = {id(rotation) for rotation in kept}
+    mine = set()
+    for position, model in models.items():
+        kept = model.position._kept
+        kept = [] if kept is None else kept[1]
+        assert bool(kept) == (model.position.ladders is not None), position
+        assert not any(rotation.cos.requires_grad or rotation.cos.is_inference() for rotation in kept), position
+        mine |= {id(rotation) for rotation in kept}
     assert {id(thing) for thing in gc.get_objects() if type(thing) is vr.Rotation} == mine
 
 
@@ -995,29 +1017,29 @@ def _meaningful(rope: vr.Rope, method: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("method", EXTENSIONS)
 @pytest.mark.parametrize("position", POSITIONS)
-def test_extension_of_a_model(position: str, method: str) -> None:
+def test_extension_of_a_model(position: str) -> None:
     """Nothing changes up to the training size; a method without meaning is refused and leaves the model alone."""
     model = build(position=position)
-    sizes = [(4, 4), (3, 4), (2, 2), (6, 3), (8, 8)]
-    pictures = [images(*size) for size in sizes]
-    before = [model(x) for x in pictures]
+    up_to_training = [images(*size, batch=1) for size in ((4, 4), (3, 4), (2, 2))]
+    beyond = [images(*size, batch=1) for size in ((6, 3), (8, 8))]
+    small, large = [model(x) for x in up_to_training], [model(x) for x in beyond]
     keys = list(model.state_dict())
-    meaningful = method == "none" or (position in ROPES and _meaningful(model.position, method))
-    if not meaningful:
-        with pytest.raises(ValueError, match=f"{method} means nothing for .*{position}.*(none|learned|normalised)"):
-            vr.set_extension(model, method)
-    else:
+    for method in EXTENSIONS:
+        if method != "none" and not (position in ROPES and _meaningful(model.position, method)):
+            with pytest.raises(ValueError, match=f"{method} means nothing for .*{position}.*(none|learned|normalised)"):
+                vr.set_extension(model, method)
+            assert model.extension is None, method
+            assert torch.equal(model(beyond[1]), large[1]), method
+            continue
         assert vr.set_extension(model, method) is model
-    after = [model(x) for x in pictures]
-    for wanted, got in zip(before[:3], after[:3], strict=True):
-        assert torch.equal(got, wanted)
-    for wanted, got in zip(before[3:], after[3:], strict=True):
-        assert torch.equal(got, wanted) == (method == "none" or not meaningful)
-    assert list(model.state_dict()) == keys
-    vr.set_extension(model, "none")
-    assert all(torch.equal(model(x), wanted) for x, wanted in zip(pictures, before, strict=True))
+        assert all(torch.equal(model(x), wanted) for x, wanted in zip(up_to_training, small, strict=True)), method
+        for x, wanted in zip(beyond, large, strict=True):
+            assert torch.equal(model(x), wanted) == (method == "none"), method
+        assert list(model.state_dict()) == keys
+        vr.set_extension(model, "none")
+        for x, wanted in zip((*up_to_training, *beyond), (*small, *large), strict=True):
+            assert torch.equal(model(x), wanted), method
 
 
 @pytest.mark.parametrize("position", [name for name in ROPES if name in ("rope-vit-axial", "sam2", "rope-vit-mixed")])
