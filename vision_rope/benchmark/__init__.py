@@ -97,12 +97,12 @@ def run_benchmark(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         raise ValueError(f"rounds is {parsed.rounds}; it must be a positive number")
     if parsed.threads < 1:
         raise ValueError(f"threads is {parsed.threads}; it must be a positive number")
+    device = choose_device(parsed.device)
+    titles, cases = BENCHMARKS[parsed.benchmark].prepare(parsed, device)
     status = restart_with_warm_allocator("vision_rope.cli", words)
     if status is not None:
         return status
     torch.set_num_threads(parsed.threads)
-    device = choose_device(parsed.device)
-    titles, cases = BENCHMARKS[parsed.benchmark].prepare(parsed, device)
     rows: list[dict[str, Any]] = []
     with tqdm(disable=parsed.no_progress, unit=" cases") as bar:
         for case in cases:

@@ -15,11 +15,27 @@ def format_benchmark(rows: Sequence[Row], machine: Mapping[str, Any], titles: Ma
     lines = [f"`{command}`", "", ", ".join(f"{key} {value}" for key, value in machine.items()), ""]
     lines += [
         "Times are medians of rounds in which all candidates ran in random order; ratios are medians of the rounds'",
-        "ratios, with the middle half of the rounds in brackets.",
+        "ratios, with the middle half of the rounds in brackets. Errors are the largest difference to float64; peak memory",
+        "is what new tensors held at once, in multiples of queries and keys.",
     ]
     for section in dict.fromkeys(row["section"] for row in rows):
         lines += ["", f"## {section}: {titles[section]}", "", *_section([r for r in rows if r["section"] == section])]
     return "\n".join(lines) + "\n"
+
+
+def summarize(rows: Sequence[Row], section: str) -> str:
+    """A Markdown table of one section: a line a candidate, a column a size and dtype, medians of time over ours."""
+    members = [row for row in rows if row["section"] == section]
+    columns = list(dict.fromkeys((row["label"], row["dtype"]) for row in members))
+    cells = {(row["name"], (row["label"], row["dtype"])): row["over_ours"]["median"] for row in members}
+    lines = [
+        f"| {section}: time / ours | {' | '.join(' '.join(column) for column in columns)} |",
+        f"|{'---|' * (len(columns) + 1)}",
+    ]
+    for name in dict.fromkeys(row["name"] for row in members):
+        figures = [cells.get((name, column)) for column in columns]
+        lines.append(f"| {name} | {' | '.join('' if value is None else f'{value:.2f}' for value in figures)} |")
+    return "\n".join(lines)
 
 
 def _section(rows: Sequence[Row]) -> list[str]:

@@ -85,7 +85,8 @@ def error_of(turn: Turn, pairing: Pairing, problem: Problem, shape: Shape, dtype
     q = _draw(shape, dtype, problem.angles.device)
     first, second = _pairs(q.double(), pairing)
     cos, sin = problem.angles.cos(), problem.angles.sin()
-    turned, _ = turn(q.clone(), q.clone())
+    with torch.no_grad():
+        turned, _ = turn(q.clone(), q.clone())
     got = _pairs(turned.double(), pairing)
     wanted = (first * cos - second * sin, first * sin + second * cos)
     return max((a - b).abs().max().item() for a, b in zip(got, wanted, strict=True))
@@ -109,6 +110,8 @@ def _rotation_case(section: str, label: str, dtype_name: str, device: torch.devi
         OURS_HALF: ("half", ours(problem, "half")),
     }
     turns |= {name: (pairing, prepare(problem, pairing)) for name, (pairing, prepare) in installed_peers().items()}
+    if section.startswith("compiled"):
+        turns = {name: (pairing, _compiled(turn)) for name, (pairing, turn) in turns.items()}
     errors = {name: error_of(turn, pairing, problem, shape, dtype) for name, (pairing, turn) in turns.items()}
     q, k = _draw(shape, dtype, device), _draw(shape, dtype, device)
     build = _ROTATIONS[section]
@@ -121,7 +124,9 @@ def _rotation_case(section: str, label: str, dtype_name: str, device: torch.devi
         runs[floor] = build(clone(problem), q, k)
     # In compiled mode halves are the fast pairing, which convert_pairing gives to any model.
     first = OURS_HALF if section.startswith("compiled") else OURS
-    return Case(section, label, dtype_name, runs, first, floor, errors, 2 * q.numel() * q.element_size())
+    # Counting memory on a CPU switches compiled code off.
+    unit = None if section.startswith("compiled") and device.type == "cpu" else 2 * q.numel() * q.element_size()
+    return Case(section, label, dtype_name, runs, first, floor, errors, unit)
 
 
 def _forward(turn: Turn, q: Tensor, k: Tensor) -> Callable[[], Any]:
@@ -152,8 +157,8 @@ _ROTATIONS: dict[str, Callable[[Turn, Tensor, Tensor], Callable[[], Any]]] = {
     "forward": _forward,
     "overwrite": _forward,
     "backward": _backward,
-    "compiled": lambda turn, q, k: _forward(_compiled(turn), q, k),
-    "compiled-backward": lambda turn, q, k: _backward(_compiled(turn), q, k),
+    "compiled": _forward,
+    "compiled-backward": _backward,
 }
 SECTIONS = {
     "forward": "queries and keys, eager, no gradient",

@@ -26,7 +26,7 @@ WARM_ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "MALLOC_TOP_PAD_": str(1 << 26),
 }
-SHORTEST_SAMPLE = 0.004  # seconds: shorter runs are repeated within a sample
+SHORTEST_SAMPLE = 0.03  # seconds: shorter runs are repeated within a sample
 
 
 @dataclass
