@@ -62,7 +62,7 @@ def rotate(x: Tensor, rotation: Rotation, *, overwrite: bool = False) -> Tensor:
     Raises: ValueError where x does not fit the rotation.
     Source: RoFormer (arXiv 2104.09864), equation 34.
     """
-    _check_fit(x, rotation)
+    _check_fit(x.shape, rotation)
     return turn(x, rotation._tables(), rotation.pairing, overwrite=overwrite)
 
 
@@ -77,7 +77,8 @@ def rotate_qkv(qkv: Tensor, rotation: Rotation, *, overwrite: bool = False) -> t
     """
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}; it must be (batch, tokens, 3, heads, head_dim)")
-    _check_fit(qkv[:, :, 0].transpose(1, 2), rotation)
+    batch, tokens, _, heads, head_dim = qkv.shape
+    _check_fit((batch, heads, tokens, head_dim), rotation)
     return turn_qkv(qkv, rotation._tables(), rotation.pairing, overwrite=overwrite)
 
 
@@ -158,8 +159,8 @@ def _outer(first: Tensor, second: Tensor) -> Tensor:
     return (first.unsqueeze(-2) * second.unsqueeze(-3)).flatten(-3, -2)
 
 
-def _check_fit(x: Tensor, rotation: Rotation) -> None:
-    shape, table = x.shape, rotation.cos.shape
+def _check_fit(shape: Sequence[int], rotation: Rotation) -> None:
+    table = rotation.cos.shape
     if len(shape) < 3 or shape[-1] != 2 * table[-1]:
         raise ValueError(
             f"x has shape {tuple(shape)} and the rotation is for head_dim {2 * table[-1]} (cos {tuple(table)}); x "

@@ -15,8 +15,8 @@ def format_benchmark(rows: Sequence[Row], machine: Mapping[str, Any], titles: Ma
     lines = [f"`{command}`", "", ", ".join(f"{key} {value}" for key, value in machine.items()), ""]
     lines += [
         "Times are medians of rounds in which all candidates ran in random order; ratios are medians of the rounds'",
-        "ratios, with the middle half of the rounds in brackets. Errors are the largest difference to float64; peak memory",
-        "is what new tensors held at once, in multiples of queries and keys.",
+        "ratios, with the middle half of the rounds in brackets. Errors are the largest difference to float64; peak",
+        "memory is what new tensors held at once, in multiples of queries and keys.",
     ]
     for section in dict.fromkeys(row["section"] for row in rows):
         lines += ["", f"## {section}: {titles[section]}", "", *_section([r for r in rows if r["section"] == section])]

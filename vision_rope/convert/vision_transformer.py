@@ -19,17 +19,13 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vision_rope.convert.blocks import BLOCKS, AnySizePatchEmbed, Position, PositionedAttention, attention_layers
-from vision_rope.convert.linear import count_features, make_linear
-from vision_rope.encodings import build_encoding
+from vision_rope.convert.linear import make_linear
+from vision_rope.convert.position import build_position, check_absolute, check_attention
 from vision_rope.extension import Extension, check_grid, check_name
 from vision_rope.positions import grid_positions, with_prefix
 from vision_rope.relative import RelativeEncoding
 from vision_rope.rope import Rope
-from vision_rope.rope_presets import PRESETS, preset
 from vision_rope.sinusoidal import Sinusoidal
-from vision_rope.suggestion import did_you_mean
-
-ATTENTIONS = ("softmax", "linear")
 
 
 class PositionedModel(nn.Module):
@@ -316,15 +312,15 @@ def convert(
     # Everything that can be refused is refused before the model is touched.
     layers = _attention_layers(model)
     attention_options = attention_options or {}
-    turned = _check_attention(layers, attention, attention_options)
-    encoding = _build_encoding(model, layers[0], turned, position, options)
+    turned = check_attention(layers, attention, attention_options)
+    encoding = build_position(model, layers[0], turned, position, options)
     if attention == "linear" and isinstance(encoding, RelativeEncoding):
         raise ValueError(
             f"position {position!r} changes the scores of softmax attention, and attention 'linear' has none; choose a "
             "rotary encoding, an absolute one (learned, sinusoidal) or none"
         )
     name = position.name if isinstance(position, Rope) else position
-    _check_absolute(model, name, keep_absolute)
+    check_absolute(model, name, keep_absolute)
     drop = model.patch_drop
 
     for block in model.blocks:
@@ -362,79 +358,6 @@ def _attention_layers(model: Any) -> list[Attention]:
         if type(layer) is not Attention:
             raise ValueError(f"the model's attention is {type(layer).__name__}; add_position supports timm's Attention")
     return layers
-
-
-def _check_attention(layers: Sequence[Attention], attention: str, options: Mapping[str, Any]) -> int:
-    """How many channels of a head a rotation turns: those of queries and keys, or their features."""
-    if attention not in ATTENTIONS:
-        raise ValueError(
-            f"attention is {attention!r}; choose one of {', '.join(ATTENTIONS)}{did_you_mean(attention, ATTENTIONS)}"
-        )
-    if attention == "linear":
-        return max(count_features(layer, options) for layer in layers)
-    if options:
-        raise ValueError(
-            f"attention_options has {', '.join(options)}, which would have no effect with attention 'softmax'; leave "
-            "it out, or give attention='linear'"
-        )
-    return layers[0].head_dim
-
-
-def _build_encoding(model: Any, layer: Attention, turned: int, position: str | Rope, options: dict[str, Any]) -> Any:
-    """The encoding's module; None where it needs none. A rotary one turns `turned` channels of a head."""
-    if isinstance(position, Rope) or position in PRESETS:
-        shape = {"head_dim": turned, "num_heads": layer.num_heads, "depth": len(model.blocks)}
-        try:
-            rope = position if isinstance(position, Rope) else preset(position, **shape, **options)
-        except ValueError as error:
-            if turned == layer.head_dim:
-                raise
-            raise ValueError(f"position {position!r} cannot turn num_features = {turned} features: {error}") from error
-        for what, wanted in (("head_dim", turned), ("axes", 2)):
-            if getattr(rope, what) != wanted:
-                raise ValueError(
-                    f"position {rope.name!r} has {what} {getattr(rope, what)} and the model needs {wanted}; choose a "
-                    f"2D preset and build it with head_dim={turned}"
-                )
-        if rope.frequencies.shape[1] not in (1, layer.num_heads):
-            raise ValueError(
-                f"position {rope.name!r} has frequencies for {rope.frequencies.shape[1]} heads and the model has "
-                f"{layer.num_heads}; build it with num_heads={layer.num_heads}"
-            )
-        if rope.extension is not None:
-            raise ValueError(
-                f"position {rope.name!r} is extended for one grid; give the original one, and choose the extension for "
-                "every grid with set_extension"
-            )
-        if rope.depth != len(model.blocks):
-            raise ValueError(
-                f"position {rope.name!r} was built for depth {rope.depth} and the model has {len(model.blocks)} "
-                f"blocks; build it with depth={len(model.blocks)}"
-            )
-        return rope.to(layer.qkv.weight.device)
-    encoding = build_encoding(
-        position,
-        options,
-        axes=2,
-        size=tuple(model.patch_embed.grid_size),
-        embed_dim=model.embed_dim,
-        num_heads=layer.num_heads,
-        head_dim=layer.head_dim,
-        depth=len(model.blocks),
-    )
-    return None if encoding is None else encoding.to(layer.qkv.weight)
-
-
-def _check_absolute(model: Any, name: str, keep_absolute: bool) -> None:
-    if name == "learned" and keep_absolute:
-        raise ValueError(
-            "keep_absolute=True has no effect with position 'learned', which is the absolute embedding; leave it out"
-        )
-    if model.pos_embed is None and (keep_absolute or name == "learned"):
-        raise ValueError(
-            "the model has no absolute embedding to keep (pos_embed is None); leave keep_absolute out, or build the "
-            "timm model with pos_embed='learn'"
-        )
 
 
 def _accept_any_size(model: Any) -> None:

@@ -1,0 +1,89 @@
+"""The encoding that a timm model gets, and what is refused before the model is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from timm.layers import Attention
+
+from vision_rope.convert.linear import count_features
+from vision_rope.encodings import build_encoding
+from vision_rope.rope import Rope
+from vision_rope.rope_presets import PRESETS, preset
+from vision_rope.suggestion import did_you_mean
+
+ATTENTIONS = ("softmax", "linear")
+
+
+def check_attention(layers: Sequence[Attention], attention: str, options: Mapping[str, Any]) -> int:
+    """How many channels of a head a rotation turns: those of queries and keys, or their features."""
+    if attention not in ATTENTIONS:
+        raise ValueError(
+            f"attention is {attention!r}; choose one of {', '.join(ATTENTIONS)}{did_you_mean(attention, ATTENTIONS)}"
+        )
+    if attention == "linear":
+        return max(count_features(layer, options) for layer in layers)
+    if options:
+        raise ValueError(
+            f"attention_options has {', '.join(options)}, which would have no effect with attention 'softmax'; leave "
+            "it out, or give attention='linear'"
+        )
+    return layers[0].head_dim
+
+
+def build_position(model: Any, layer: Attention, turned: int, position: str | Rope, options: dict[str, Any]) -> Any:
+    """The encoding's module; None where it needs none. A rotary one turns `turned` channels of a head."""
+    if isinstance(position, Rope) or position in PRESETS:
+        shape = {"head_dim": turned, "num_heads": layer.num_heads, "depth": len(model.blocks)}
+        try:
+            rope = position if isinstance(position, Rope) else preset(position, **shape, **options)
+        except ValueError as error:
+            if turned == layer.head_dim:
+                raise
+            raise ValueError(f"position {position!r} cannot turn num_features = {turned} features: {error}") from error
+        for what, wanted in (("head_dim", turned), ("axes", 2)):
+            if getattr(rope, what) != wanted:
+                raise ValueError(
+                    f"position {rope.name!r} has {what} {getattr(rope, what)} and the model needs {wanted}; choose a "
+                    f"2D preset and build it with head_dim={turned}"
+                )
+        if rope.frequencies.shape[1] not in (1, layer.num_heads):
+            raise ValueError(
+                f"position {rope.name!r} has frequencies for {rope.frequencies.shape[1]} heads and the model has "
+                f"{layer.num_heads}; build it with num_heads={layer.num_heads}"
+            )
+        if rope.extension is not None:
+            raise ValueError(
+                f"position {rope.name!r} is extended for one grid; give the original one, and choose the extension for "
+                "every grid with set_extension"
+            )
+        if rope.depth != len(model.blocks):
+            raise ValueError(
+                f"position {rope.name!r} was built for depth {rope.depth} and the model has {len(model.blocks)} "
+                f"blocks; build it with depth={len(model.blocks)}"
+            )
+        return rope.to(layer.qkv.weight.device)
+    encoding = build_encoding(
+        position,
+        options,
+        axes=2,
+        size=tuple(model.patch_embed.grid_size),
+        embed_dim=model.embed_dim,
+        num_heads=layer.num_heads,
+        head_dim=layer.head_dim,
+        depth=len(model.blocks),
+    )
+    return None if encoding is None else encoding.to(layer.qkv.weight)
+
+
+def check_absolute(model: Any, name: str, keep_absolute: bool) -> None:
+    if name == "learned" and keep_absolute:
+        raise ValueError(
+            "keep_absolute=True has no effect with position 'learned', which is the absolute embedding; leave it out"
+        )
+    if model.pos_embed is None and (keep_absolute or name == "learned"):
+        raise ValueError(
+            "the model has no absolute embedding to keep (pos_embed is None); leave keep_absolute out, or build the "
+            "timm model with pos_embed='learn'"
+        )
