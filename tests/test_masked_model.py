@@ -20,6 +20,7 @@ from vision_rope.masked_model import MaskedModel, create_decoder
 from vision_rope.masking import draw_masks
 from vision_rope.metrics import MaskedMetrics
 from vision_rope.optimization import create_optimizer
+from vision_rope.positions import Coordinates
 from vision_rope.rope_presets import PRESETS
 
 TINY = {"img_size": (16, 24), "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 0}
@@ -356,7 +357,10 @@ def test_extension_reaches_every_part_and_larger_grids_alone(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_interpolated_positions_equal_a_smaller_base_grid_by_hand(kind):
-    """At twice the grid, interpolation gives every part the positions of half the pitch."""
+    """At twice the grid, interpolation gives every part the positions of half the pitch.
+
+    Second formulation: coordinates stretched to the trained grid by EVA-02's formula, without any extension.
+    """
     model = make_model(kind)
     images, masks = example((8, 12))
     vision_rope.set_extension(model, "interpolate")
@@ -364,8 +368,7 @@ def test_interpolated_positions_equal_a_smaller_base_grid_by_hand(kind):
     vision_rope.set_extension(model, "none")
     for part in (model.encoder, model.decoder):
         if part is not None:
-            positions = part.position.positions
-            part.position.positions = lambda *size, positions=positions, **options: positions(*size, **options) / 2
+            part.position.coordinates = Coordinates(reference=GRID)
     torch.testing.assert_close(model(images, masks), extended)
 
 
