@@ -218,16 +218,15 @@ def _train_sharded(param_dtype: torch.dtype) -> None:
     with distributed("cpu"):
         whole, model = _build(), shard(_build(), param_dtype=param_dtype)
         exact = param_dtype == torch.float32
-        seen: list[tuple[Tensor, Tensor]] = []
+        seen: list[Tensor] = []
         weights: list[torch.dtype] = []
-        angles = rope.angles
+        outer_rotations = rope.outer_rotations
 
-        def recorded(positions: Tensor, frequencies: Tensor) -> Tensor:
-            angle = angles(positions, frequencies)
-            seen.append((frequencies.detach().clone(), angle.detach().clone()))
-            return angle
+        def recorded(turns: Tensor, *others: object) -> list[vision_rope.Rotation]:
+            seen.append(turns.detach().clone())
+            return outer_rotations(turns, *others)
 
-        rope.angles = recorded
+        rope.outer_rotations = recorded
         for block in model.blocks:
             block.attn.qkv.register_forward_pre_hook(lambda part, inputs: weights.append(part.weight.dtype))
         assert isinstance(model.blocks[0].attn.qkv.weight, DTensor)
@@ -244,9 +243,10 @@ def _train_sharded(param_dtype: torch.dtype) -> None:
                 loss = nn.functional.cross_entropy(part(images).float(), labels)
                 loss.backward()
                 losses.append(loss.detach())
-                angles_of.append([angle for _, angle in seen])
-                assert len(seen) == SIZES["depth"]
-                assert all(frequencies.dtype == torch.float32 for frequencies, _ in seen)
+                (turns,) = seen
+                assert len(turns) == SIZES["depth"]
+                assert turns.dtype == torch.float32
+                angles_of.append(turns)
             assert set(weights) == {param_dtype}
             mine = model.position.learned_frequencies.grad.full_tensor()
             expected = whole.position.learned_frequencies.grad
@@ -263,7 +263,7 @@ def _train_sharded(param_dtype: torch.dtype) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         assert model.position.learned_frequencies.dtype == torch.float32
-        rope.angles = angles
+        rope.outer_rotations = outer_rotations
 
 
 @pytest.mark.integration

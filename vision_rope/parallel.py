@@ -139,7 +139,8 @@ def shard(model: nn.Module, *, param_dtype: torch.dtype = torch.bfloat16) -> nn.
     for rope in ropes:
         fully_shard(rope, mp_policy=exact)
         # FSDP gathers parameters around forward() alone; the model calls this method instead.
-        register_fsdp_forward_method(rope, "rotations")
+        for method in ("rotations", "grid_rotations"):
+            register_fsdp_forward_method(rope, method)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mp_policy=block_policy)
     fully_shard(model, mp_policy=low)
