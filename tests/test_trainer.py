@@ -622,6 +622,7 @@ def watch(run: Trainer) -> list[tuple[torch.Tensor, ...]]:
     return seen
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("task", ["masked", "classification"])
 def test_every_batch_has_a_random_one_of_the_training_sizes(mask, configure, task):
     """Against the same images at the largest size, which are what the smaller ones are made from."""
@@ -754,6 +755,7 @@ def test_the_progress_bar_of_a_masked_run_shows_no_accuracy(mask, capsys, monkey
     assert "accuracy" not in bar
 
 
+@pytest.mark.integration
 def test_both_parts_of_a_masked_model_save_memory_and_compile(mask, monkeypatch):
     compiled: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
