@@ -102,8 +102,8 @@ def outer_rotations(
         phase = _after_prefix(num_prefix_tokens, functools.reduce(_outer, first) if first else None, last)
         if pairing == "interleaved":
             return [Rotation(layer.real, layer.imag, pairing, attention_scale, layer) for layer in phase.unbind()]
-        tables = zip(phase.real.contiguous().unbind(), phase.imag.contiguous().unbind(), strict=True)
-        return [Rotation(cos, sin, pairing, attention_scale) for cos, sin in tables]
+        cos, sin = torch.view_as_real(phase).movedim(-1, 0).contiguous()
+        return [Rotation(*layer, pairing, attention_scale) for layer in zip(cos.unbind(), sin.unbind(), strict=True)]
 
     cosines, sines = (table.float().split(list(size), dim=-2) for table in (angles.cos(), angles.sin()))
     cos, sin = cosines[0], sines[0]

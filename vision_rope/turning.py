@@ -47,11 +47,18 @@ def turn_qkv(
     Shapes: qkv (batch, tokens, 3, heads, head_dim), tables (..., heads or 1, tokens, pairs) -> q, k, v, each (batch,
         heads, tokens, head_dim)
     """
-    learnable = tables[2] is not None or not tables[0].requires_grad
-    if is_eager(qkv) and learnable and _needs_gradient(qkv, tables) and not _has_tangent(qkv, tables):
+    cos, _, phase = tables
+    learnable = phase is not None or not cos.requires_grad
+    if _needs_gradient(qkv, tables) and is_eager(qkv) and learnable and not _has_tangent(qkv, tables):
         return _TurnQKV.apply(qkv, *tables, pairing)
-    q, k = turn(qkv[:, :, :2], _beside_qk(tables), pairing, overwrite=overwrite).transpose(1, 3).unbind(2)
-    return q, k, qkv[:, :, 2].transpose(1, 2)
+    qk = qkv.narrow(2, 0, 2)
+    if phase is not None and is_eager(qkv):
+        out = qk if overwrite and not _is_differentiated(qkv, tables) else None
+        turned = _turn_complex(qk, _beside_qk(phase), out)
+    else:
+        turned = turn(qk, _tables_beside_qk(tables), pairing, overwrite=overwrite)
+    q, k = turned.transpose(1, 3).unbind(2)
+    return q, k, qkv.select(2, 2).transpose(1, 2)
 
 
 def is_eager(x: Tensor) -> bool:
@@ -84,11 +91,13 @@ def _turn_complex(x: Tensor, phase: Tensor, out: Tensor | None = None) -> Tensor
     """
     dtype = x.dtype
     if dtype is torch.float32 or dtype is torch.float64:
-        numbers = _as_complex(x)
         if out is not None and (place := _as_complex(out, copy=False)) is not None:
-            torch.mul(numbers, phase, out=place)
+            if out is x:
+                place.mul_(phase)
+            else:
+                torch.mul(_as_complex(x), phase, out=place)
             return out
-        turned = torch.view_as_real(numbers * phase).flatten(-2)
+        turned = torch.view_as_real(_as_complex(x) * phase).flatten(-2)
     else:
         numbers = _as_complex(x.float())
         if not (torch.is_grad_enabled() and (x.requires_grad or phase.requires_grad)):
@@ -145,9 +154,9 @@ class _TurnQKV(torch.autograd.Function):
     def forward(
         qkv: Tensor, cos: Tensor, sin: Tensor, phase: Tensor | None, pairing: Pairing
     ) -> tuple[Tensor, Tensor, Tensor]:
-        turned = _turn_fast(qkv[:, :, :2], _beside_qk((cos, sin, phase)), pairing)
+        turned = _turn_fast(qkv.narrow(2, 0, 2), _tables_beside_qk((cos, sin, phase)), pairing)
         q, k = turned.transpose(1, 3).unbind(2)
-        return q, k, qkv[:, :, 2].transpose(1, 2)
+        return q, k, qkv.select(2, 2).transpose(1, 2)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -208,12 +217,14 @@ def _grouped(table: Tensor, pairing: Pairing) -> Tensor:
     return table.unflatten(-1, (_num_groups(table.shape[-1], pairing), -1))
 
 
-def _beside_qk(tables: Tables) -> Tables:
-    """Tables (..., heads, tokens, pairs) for queries and keys side by side, (batch, tokens, 2, heads, pairs)."""
-    cos, sin, phase = (None if table is None else table.transpose(-3, -2).unsqueeze(-3) for table in tables)
-    assert cos is not None
-    assert sin is not None
-    return cos, sin, phase
+def _beside_qk(table: Tensor) -> Tensor:
+    """A table (..., heads, tokens, pairs) for queries and keys side by side, (batch, tokens, 2, heads, pairs)."""
+    return table.transpose(-3, -2).unsqueeze(-3)
+
+
+def _tables_beside_qk(tables: Tables) -> Tables:
+    cos, sin, phase = tables
+    return _beside_qk(cos), _beside_qk(sin), None if phase is None else _beside_qk(phase)
 
 
 def _needs_gradient(x: Tensor, tables: Tables) -> bool:

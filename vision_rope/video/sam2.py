@@ -9,7 +9,7 @@ import warnings
 from types import ModuleType
 
 # Without these, importing it looks up hosts, installs packages at run time and writes settings into the home folder.
-SWITCHES = {"YOLO_OFFLINE": "1", "YOLO_AUTOINSTALL": "0"}
+SWITCHES = {"YOLO_OFFLINE": "1", "YOLO_AUTOINSTALL": "0", "YOLO_VERBOSE": "false"}
 
 
 def ultralytics_module(name: str) -> ModuleType:
