@@ -55,6 +55,8 @@ RELATIVE = [
 POSITIONS = [*ROPES, *ENCODINGS]
 # One of each kind of position: fixed tables, learned ones, biases of scores, an absolute embedding.
 REPRESENTATIVES = ("rope-vit-axial", "rope-vit-mixed", "deberta", "learned")
+# Indices, stretched, centred, shifted ones; halves of each axis.
+KINDS_OF_TABLES = ("rope-vit-axial", "eva02", "dinov3", "perception-encoder", "gemma4-vision")
 # Every model with the representatives and every position in one model; the rest of the product is for `make test-all`.
 EVERY_MODEL_AND_POSITION = [
     pytest.param(kind, position, marks=() if kind == "vit" or position in REPRESENTATIVES else pytest.mark.slow)
@@ -1301,7 +1303,14 @@ def compiled(model: Any, backend: str = "aot_eager") -> tuple[Any, Any]:
 
 @pytest.mark.integration
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("position", POSITIONS)
+# Fixed tables that have their coordinates and pairing in common with another one differ in their numbers alone.
+@pytest.mark.parametrize(
+    "position",
+    [
+        pytest.param(position, marks=pytest.mark.slow if position in FIXED and position not in KINDS_OF_TABLES else ())
+        for position in POSITIONS
+    ],
+)
 def test_compile_without_breaks_or_storms(position: str) -> None:
     """Failure class 7: one graph, no complex numbers, and ten sizes do not mean ten compilations."""
     model = build(position=position, rows=3, columns=3, depth=blocks_to_compile(position))
