@@ -224,3 +224,13 @@ def test_readme_shows_the_measured_ratios(section):
     content = json.loads((RESULTS / "rotate.json").read_text())
     readme = (RESULTS.parent.parent.parent / "README.md").read_text()
     assert summarize(content["rows"], section) in readme
+
+
+def test_readme_shows_what_a_block_pays():
+    rows = json.loads((RESULTS / "vit.json").read_text())["rows"]
+    readme = (RESULTS.parent.parent.parent / "README.md").read_text()
+    added = {(row["section"], row["label"]): row["over_floor"]["median"] for row in rows if "with RoPE" in row["name"]}
+    for section in ("block", "block-training"):
+        for name in ("vision_rope", "timm"):
+            for size in (224, 448):
+                assert f"{100 * (added[section, f'{name}, {size} px'] - 1):.1f}" in readme
