@@ -45,7 +45,7 @@ def test_help_is_quick_and_loads_nothing_heavy(words: list[str]) -> None:
         (["evaluate"], "required: RUN_OR_TIMM_NAME"),
         (
             ["evalute", "run"],
-            "unknown command evalute: the commands are train, study, evaluate, probe, presets; did you mean evaluate?",
+            "the commands are train, study, evaluate, probe, benchmark, presets; did you mean evaluate?",
         ),
         (["evaluate", "vit_tiny_patch16_224", "--data", "folder:/no/such/folder"], "/no/such/folder"),
         (["evaluate", "vit_tiny_patch16_224", "--data", "elpv", "--sizes", "64,big"], "size is 'big'"),
