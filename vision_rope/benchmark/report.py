@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
-COLORS = {"vision_rope": "#0072B2", "vision_rope half": "#56B4E9"}
+# One hue a library, as the colour-blind tell them apart; lighter is another form of the same library.
+COLORS = {
+    "vision_rope": "#0072B2",
+    "timm": "#D55E00",
+    "ultralytics": "#009E73",
+    "transformers": "#CC79A7",
+    "rotary-embedding-torch": "#F0E442",
+}
+NOTHING = "#BBBBBB"
 
 
 def format_benchmark(rows: Sequence[Row], machine: Mapping[str, Any], titles: Mapping[str, str], command: str) -> str:
@@ -79,11 +87,17 @@ def plot_benchmark(rows: Sequence[Row], titles: Mapping[str, str], path: Path) -
                 [spread["median"] - spread["low"] for spread in found.values()],
                 [spread["high"] - spread["median"] for spread in found.values()],
             ]
-            color = COLORS.get(name) or f"{0.25 + 0.6 * index / len(names):.2f}"
-            panel.bar(places, middle, width, yerr=error, label=name, color=color, error_kw={"linewidth": 0.6})
+            library = next((library for library in COLORS if name.startswith(library)), "")
+            forms = [other for other in names if library and other.startswith(library)]
+            style = {
+                "color": COLORS.get(library, NOTHING),
+                "alpha": 1.0 - 0.6 * forms.index(name) / len(forms) if forms else 1.0,
+            }
+            panel.bar(places, middle, width, yerr=error, label=name, error_kw={"linewidth": 0.6}, **style)
         panel.axhline(1.0, color="#D55E00", linewidth=1)
         panel.set_yscale("log")
-        panel.set_xticks(range(len(groups)), [f"{label}\n{dtype}" for label, dtype in groups], fontsize=8)
+        ticks = [f"{label}\n{dtype}".replace(", ", "\n") for label, dtype in groups]
+        panel.set_xticks(range(len(groups)), ticks, fontsize=8)
         panel.set_title(f"{section}: {titles[section]}", fontsize=10)
         panel.set_ylabel("time / ours")
         panel.spines[["top", "right"]].set_visible(False)
