@@ -20,7 +20,6 @@ from vision_rope.checkpoint import (
     build_model,
     find_last,
     load_run,
-    load_start,
     load_state,
     load_strictly,
     load_weights,
@@ -29,6 +28,7 @@ from vision_rope.checkpoint import (
     write_whole,
 )
 from vision_rope.config import load_config, to_yaml
+from vision_rope.first_weights import load_start
 
 TINY = [
     *("--data.size", "16"),
@@ -313,3 +313,21 @@ def test_a_masked_encoder_starts_a_classifier(tmp_path: Path) -> None:
         ValueError, match="holds the weights of a classifier, but masked prediction starts from those of a masked run"
     ):
         load_start(build_model(load_config(masked_words), 0), path)
+
+
+def test_t5_buckets_that_moved_with_the_grid_are_refused(tmp_path):
+    """Its table has the same shape for every grid, so that the weights would fit and mean something else."""
+    words = [
+        "--model.position", "t5", "--model.position_options", "{num_buckets: 8}", "--data.size", "64",
+        "--model.options", "{depth: 1, embed_dim: 16, num_heads: 2}",
+    ]  # fmt: skip
+    small = load_config(words)
+    path = tmp_path / "t5.safetensors"
+    model = build_model(small, 3)
+    save_weights(path, model.state_dict(), {"config": to_yaml(small), "position": "t5"})
+    assert load_start(build_model(small, 3), path) == []
+    large = load_config([*words, "--data.size", "96"])
+    with pytest.raises(ValueError, match=r"max_distance: 3"):
+        load_start(build_model(large, 3), path)
+    given = load_config([*words, "--data.size", "96", "--model.position_options", "{num_buckets: 8, max_distance: 3}"])
+    assert load_start(build_model(given, 3), path) == []

@@ -351,7 +351,8 @@ def test_a_run_learns_loads_and_is_evaluated(feature_map: str, pictures: str, tm
 
 @pytest.mark.integration
 def test_masked_prediction_and_starts_from_other_attention(pictures: str, tmp_path: Any) -> None:
-    from vision_rope.checkpoint import build_model, load_start, save_weights
+    from vision_rope.checkpoint import build_model, save_weights
+    from vision_rope.first_weights import load_start
 
     more = ("--task", "masked", "--masked.encoder", "visible", "--model.attention_options", "{feature_map: performer}")
     config = configure(pictures, tmp_path / "run", *more)

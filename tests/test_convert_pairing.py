@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import vision_rope as vr
-from vision_rope import checkpoint
+from vision_rope import checkpoint, first_weights
 from vision_rope.config import load_config, to_yaml
 from vision_rope.convert.pairing import pairing_of, reorder_weights, rotary_parts
 from vision_rope.linear_attention import FEATURE_MAPS
@@ -300,23 +300,23 @@ def test_files_tell_their_pairing_and_are_brought_into_the_models(tmp_path: Path
     assert metadata == {"note": "mine", "position": "rope-vit-mixed", "pairing": "half"}
     for words in ([], ["--model.position_options.pairing", "half"]):
         model = build(3, *words)
-        assert checkpoint.load_start(model, path) == []
+        assert first_weights.load_start(model, path) == []
         assert_same_outputs(model(PICTURES), wanted)
     # A new classifier stays what it was.
     model = build(5)
     head = model.head.weight.clone()
-    assert checkpoint.load_start(model, path) == ["head.bias", "head.weight"]
+    assert first_weights.load_start(model, path) == ["head.bias", "head.weight"]
     assert torch.equal(model.head.weight, head)
     assert_same_outputs(
         model.forward_features(PICTURES), vr.convert_pairing(trained, "half").forward_features(PICTURES)
     )
     # Files of others say nothing and are taken as they are.
     checkpoint.save_weights(path, state, {})
-    checkpoint.load_start(model := build(), path)
+    first_weights.load_start(model := build(), path)
     assert not is_close(model(PICTURES), wanted)
     checkpoint.save_weights(path, state, {"pairing": "thirds"})
     with pytest.raises(ValueError, match=r"half.safetensors does not fit the model: .* pairing 'thirds'"):
-        checkpoint.load_start(build(), path)
+        first_weights.load_start(build(), path)
     with pytest.raises(ValueError, match=r"path is .*weights.pt, but weights are written as \.safetensors"):
         vr.save_model(tmp_path / "weights.pt", trained)
 
@@ -340,9 +340,9 @@ def test_a_masked_file_of_another_pairing_starts_models(tmp_path: Path) -> None:
     vr.save_model(path, vr.convert_pairing(trained, "half"))
     assert checkpoint.load_weights(path)[1] == {"position": "rope-vit-mixed", "pairing": "half"}
     classifier, again = build(3, *options), build(0, *masked)
-    checkpoint.load_start(classifier, path)
+    first_weights.load_start(classifier, path)
     assert_same_outputs(classifier.forward_features(PICTURES), wanted)
-    checkpoint.load_start(again, path)
+    first_weights.load_start(again, path)
     assert_close(state_of(vr.convert_pairing(again, "half")), state_of(trained), rtol=0, atol=0)
 
 

@@ -52,6 +52,7 @@ ORDER = [
     "metrics",
     "parallel",
     "checkpoint",
+    "first_weights",
     "optimization",
     "run_folder",
     "plots",

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from vision_rope import checkpoint, progress, trainer
+from vision_rope import checkpoint, first_weights, progress, trainer
 from vision_rope.config import TrainConfig, load_config, load_yaml
 from vision_rope.losses import create_loss
 from vision_rope.optimization import create_optimizer, create_schedule
@@ -693,13 +693,13 @@ def test_a_distilled_model_of_two_classifiers_starts_from_a_masked_one(tmp_path)
     state = {f"module._orig_mod.{name}": weight for name, weight in masked.state_dict().items()}
     checkpoint.save_weights(tmp_path / "a.safetensors", state, {})
     model = checkpoint.build_model(load_config(own), 3)
-    fresh = checkpoint.load_start(model, tmp_path / "a.safetensors")
+    fresh = first_weights.load_start(model, tmp_path / "a.safetensors")
     assert fresh == ["head.bias", "head.weight", "head_dist.bias", "head_dist.weight"]
     for name, weight in masked.encoder.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=0)
     other = checkpoint.build_model(load_config([*own, "--model.options.depth", "2"]), 3)
     with pytest.raises(ValueError, match=r"does not fit the model: it lacks blocks\.1"):
-        checkpoint.load_start(other, tmp_path / "a.safetensors")
+        first_weights.load_start(other, tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from vision_rope import checkpoint
+from vision_rope import checkpoint, first_weights
 from vision_rope.config import TrainConfig
 from vision_rope.parallel import Distributed
 from vision_rope.sizes import check_sizes, largest_size, parse_sizes, pixel_size, training_sizes
@@ -93,7 +93,7 @@ def build_start(config: TrainConfig, num_classes: int) -> nn.Module:
     if config.model.pretrained:
         raise ValueError("model.pretrained and model.checkpoint exclude each other; give one of them")
     model = checkpoint.build_model(config, num_classes)
-    checkpoint.load_start(model, config.model.checkpoint)
+    first_weights.load_start(model, config.model.checkpoint)
     return model
 
 

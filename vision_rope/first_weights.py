@@ -1,0 +1,126 @@
+"""The weights that a new training starts from: those of a file or a run, of another task, size or pairing too."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from vision_rope.checkpoint import MASK_TOKEN, adopt_pairing, load_strictly, load_weights, plain_names
+from vision_rope.config import TrainConfig, from_yaml
+from vision_rope.relative_encodings import T5
+from vision_rope.sizes import pixel_size
+
+
+def load_start(model: nn.Module, path: str | Path) -> list[str]:
+    """Load first weights for a new training, from a file or the best ones of a run folder.
+
+    A classifier for other classes keeps its fresh weights. Weights stored in another pairing are brought into the
+    model's. The weights may be those of masked prediction, of which a classifier takes the encoder. A learned absolute
+    embedding that a run of this package trained at another size is resampled.
+
+    Returns the names that were not loaded.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "best.safetensors"
+    state, metadata = load_weights(path)
+    state = plain_names(state)
+    own = model.state_dict()
+    is_masked = MASK_TOKEN in state
+    if MASK_TOKEN in own and not is_masked:
+        raise ValueError(
+            f"{path} holds the weights of a classifier, but masked prediction starts from those of a masked run; leave "
+            "model.checkpoint out, or give task: classification"
+        )
+    _warn_of_another_kind(model, metadata, path)
+    _check_buckets(model, metadata, path)
+    if is_masked and MASK_TOKEN not in own:
+        state = {name.removeprefix("encoder."): state[name] for name in state if name.startswith("encoder.")}
+    state = _fit_absolute(model, state, metadata)
+    try:
+        fresh = _load_but_head(model, state, path, is_masked=is_masked)
+    except ValueError as error:
+        if "config" not in metadata:
+            raise
+        made = from_yaml(metadata["config"]).model
+        raise ValueError(
+            f"{error}; they are of model.name {made.name}, model.position {made.position}, model.options {made.options}"
+        ) from error
+    adopt_pairing(model, metadata, path)
+    return fresh
+
+
+def _load_but_head(model: nn.Module, state: dict[str, Tensor], path: Path, *, is_masked: bool) -> list[str]:
+    """Load weights into all of a model, but for the classifier of a masked run's or of other classes."""
+    own = model.state_dict()
+    if not hasattr(model, "get_classifier"):
+        load_strictly(model, state, path)
+        return []
+    found = model.get_classifier()  # type: ignore[operator]
+    # Distilled models have two.
+    heads = {id(head) for head in (found if isinstance(found, tuple) else (found,))}
+    names = [
+        f"{name}.{leaf}" for name, part in model.named_modules() if id(part) in heads for leaf in ("weight", "bias")
+    ]
+    # A masked encoder comes without a classifier.
+    fresh = [name for name in names if name in own and (is_masked or _differs(state, own, name))]
+    load_strictly(model, {**state, **{name: own[name] for name in fresh}}, path)
+    return sorted(fresh)
+
+
+def _warn_of_another_kind(model: Any, metadata: Mapping[str, str], path: str | Path) -> None:
+    """Weights fit a model of another encoding or attention name by name, so that nothing else would tell."""
+    trained = metadata.get("position")
+    own = getattr(getattr(model, "encoder", model), "position_name", None)
+    if trained is not None and trained != own:
+        warnings.warn(
+            f"{path} was trained with the position encoding {trained!r}, but the model has {own!r}", stacklevel=3
+        )
+    # Attention has no parameters of its own, apart from a random projection.
+    attention = from_yaml(metadata["config"]).model.attention if "config" in metadata else None
+    own = getattr(getattr(model, "encoder", model), "attention_name", None)
+    if attention is not None and own is not None and attention != own:
+        warnings.warn(f"{path} was trained with {attention} attention, but the model has {own} attention", stacklevel=3)
+
+
+def _check_buckets(model: Any, metadata: Mapping[str, str], path: Path) -> None:
+    """T5's table has the same shape for any grid, so that nothing else would tell that its buckets moved."""
+    own = getattr(model, "encoder", model)
+    if "config" not in metadata or not isinstance(own.position, T5):
+        return
+    config = from_yaml(metadata["config"])
+    grid = _trained_grid(own, config)
+    trained = config.model.position_options.get("max_distance") or max(grid) - 1
+    limits = own.position.max_distances
+    if config.model.position == "t5" and grid != own.train_grid and limits != (trained, trained):
+        raise ValueError(
+            f"{path} was trained on {grid[0]} x {grid[1]} patches with T5 buckets up to an offset of {trained}, and the "
+            f"model has {own.train_grid[0]} x {own.train_grid[1]} patches and buckets up to {max(limits)}; give "
+            f"model.position_options: {{max_distance: {trained}}}"
+        )
+
+
+def _trained_grid(model: Any, config: TrainConfig) -> tuple[int, int]:
+    """Rows and columns of patches that a run of that configuration was trained on."""
+    height, width = pixel_size(config.model.options.get("img_size", config.data.size))
+    patch = model.patch_embed.patch_size
+    return height // patch[0], width // patch[1]
+
+
+def _differs(state: Mapping[str, Tensor], own: Mapping[str, Tensor], name: str) -> bool:
+    return name in state and state[name].shape != own[name].shape
+
+
+def _fit_absolute(model: Any, state: dict[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
+    """Resample learned absolute embeddings whose training size the metadata tell."""
+    own = model.state_dict()
+    parts = {"pos_embed": model} | {f"{name}.pos_embed": getattr(model, name, None) for name in ("encoder", "decoder")}
+    wanted = [name for name in parts if _differs(state, own, name)]
+    if "config" not in metadata or not wanted:
+        return state
+    grid = _trained_grid(model, from_yaml(metadata["config"]))
+    return {**state, **{name: parts[name].fit_absolute(state[name], grid) for name in wanted}}
