@@ -98,7 +98,7 @@ def _check_buckets(model: Any, metadata: Mapping[str, str], path: Path) -> None:
     limits = own.position.max_distances
     if config.model.position == "t5" and grid != own.train_grid and limits != (trained, trained):
         raise ValueError(
-            f"{path} was trained on {grid[0]} x {grid[1]} patches with T5 buckets up to an offset of {trained}, and the "
+            f"{path} was trained on {grid[0]} x {grid[1]} patches with T5 buckets up to offset {trained}, and the "
             f"model has {own.train_grid[0]} x {own.train_grid[1]} patches and buckets up to {max(limits)}; give "
             f"model.position_options: {{max_distance: {trained}}}"
         )
