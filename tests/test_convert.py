@@ -976,7 +976,8 @@ def test_no_rotation_stays_but_the_fixed_table_of_the_last_grid() -> None:
     assert {id(thing) for thing in gc.get_objects() if type(thing) is vr.Rotation} == mine
 
 
-def test_a_hook_on_the_projection_keeps_what_it_saw() -> None:
+@pytest.mark.parametrize("where", ["layer", "inside", "everywhere"])
+def test_a_hook_on_the_projection_keeps_what_it_saw(where: str) -> None:
     """Queries and keys are turned in the projection's own memory, but not where somebody may still look at it."""
     model = build(position="rope-vit-axial").eval()
     seen = []
@@ -984,8 +985,19 @@ def test_a_hook_on_the_projection_keeps_what_it_saw() -> None:
     with torch.no_grad():
         wanted = model(x)
         layer = model.blocks[0].attn.qkv
-        layer.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0].clone(), output)))
-        assert torch.equal(model(x), wanted)
+
+        def look(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            if module is layer:
+                seen.append((inputs[0].clone(), output))
+
+        if where == "inside":
+            model.blocks[0].attn.qkv = nn.Sequential(layer, nn.Identity())
+        anywhere = torch.nn.modules.module.register_module_forward_hook
+        handle = anywhere(look) if where == "everywhere" else layer.register_forward_hook(look)
+        try:
+            assert torch.equal(model(x), wanted)
+        finally:
+            handle.remove()
     (inputs, output), *_ = seen
     assert_close(output, torch.nn.functional.linear(inputs, layer.weight, layer.bias))
 

@@ -96,3 +96,27 @@ def test_grid_rotations_augment_as_positions_do():
     positions = rope.coordinates.augment(rope.positions(3, 4), torch.Generator().manual_seed(3))
     assert_close(drawn[0].cos, rope(positions).cos, atol=2e-6, rtol=0)
     assert not torch.equal(drawn[0].cos, rope.grid_rotations(3, 4)[0].cos)
+
+
+# torch itself scripts functions for forward mode
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["rope-vit-axial", "rope-vit-mixed", "dinov3"])
+def test_function_transforms_go_through_models_and_leave_nothing(name):
+    model = vr.create_model(
+        "vit_tiny_patch16_224", name, img_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=3
+    ).eval()
+    for layer in model.modules():
+        if hasattr(layer, "fused_attn"):
+            layer.fused_attn = False
+    x = torch.randn(2, 3, 32, 32)
+    model.position.forget()
+    tangent = torch.func.jvp(model, (x,), (x,))[1]
+    assert tangent.shape == (2, 3)
+    parameters = {key: value.detach() for key, value in model.named_parameters()}
+    stacked = {key: torch.stack((value, 1.1 * value)) for key, value in parameters.items()}
+    both = torch.func.vmap(lambda weights: torch.func.functional_call(model, weights, (x,)))(stacked)
+    assert_close(both[0], model(x), atol=1e-5, rtol=1e-4)
+    model.position.forget()
+    torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (x,)).sum())(parameters)
+    model(x)
+    pickle.dumps([rotation.cos for rotation in model.position.grid_rotations(4, 4, num_prefix_tokens=1)])

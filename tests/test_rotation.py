@@ -276,7 +276,8 @@ def test_meta_and_empty_tensors():
         ((2, 6, 24), r"\(2, 6, 24\).*head_dim 8"),  # channels of all heads in one axis
         ((6, 8), "split the channels into heads"),
         ((2, 3, 5, 8), "5 tokens.*6 tokens"),
-        ((2, 4, 6, 8), "4 heads.*3 heads"),
+        ((2, 4, 6, 8), "4 heads.*3 heads.*num_heads=4"),
+        ((2, 6, 3, 8), r"transpose\(-3, -2\)"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(shape, words):
@@ -312,3 +313,74 @@ def test_attend_is_softmax_attention():
         vr.attend(q, k, v, mask=bias)
     with pytest.raises(ValueError, match="is_causal"):
         vr.attend(q, k, v, mask=mask, is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_numbers_that_are_not_real_are_refused(dtype):
+    rotation, _ = make_rotation(heads=3)
+    with pytest.raises(ValueError, match=r"dtype.*floating point"):
+        vr.rotate(torch.ones(2, 3, 6, 8, dtype=dtype), rotation)
+    with pytest.raises(ValueError, match=r"dtype.*floating point"):
+        vr.rotate_qkv(torch.ones(2, 6, 3, 3, 8, dtype=dtype), rotation)
+
+
+def test_a_rotation_follows_tables_that_are_replaced():
+    rotation, angle = make_rotation(heads=3)
+    x = torch.randn(2, 3, 6, 8)
+    rotation.sin = -rotation.sin
+    assert_close(vr.rotate(x, rotation), rotate_by_loop(x, -angle, "interleaved").float())
+    rotation, angle = make_rotation(heads=3)
+    rotation.pairing = "half"
+    assert_close(vr.rotate(x, rotation), rotate_by_loop(x, angle, "half").float())
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_either_table_may_be_learned_alone(pairing):
+    _, angle = make_rotation(heads=3)
+    for learned in (0, 1):
+        tables = [angle.cos(), angle.sin()]
+        tables[learned].requires_grad_(True)
+        turned = vr.rotate(torch.randn(2, 3, 6, 8), vr.Rotation(*tables, pairing))
+        (gradient,) = torch.autograd.grad((turned**3).sum(), tables[learned])
+        q, _, _ = vr.rotate_qkv(torch.randn(2, 6, 3, 3, 8), vr.Rotation(*tables, pairing))
+        (packed,) = torch.autograd.grad((q**3).sum(), tables[learned])
+        assert gradient.abs().sum() > 0
+        assert packed.abs().sum() > 0
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_overwrite_declines_memory_that_is_shared_or_frozen(pairing, dtype):
+    rotation, _ = make_rotation(pairing=pairing)
+    with torch.inference_mode():
+        frozen = torch.randn(1, 2, 6, 8).to(dtype)
+    views = {
+        "overlapping": torch.randn(40).to(dtype).as_strided((1, 2, 6, 8), (0, 8, 4, 1)),
+        "expanded": torch.randn(1, 1, 1, 8).to(dtype).expand(2, 3, 6, 8),
+        "inference": frozen,
+    }
+    for name, view in views.items():
+        expected = vr.rotate(view.clone(), rotation)
+        assert_close(vr.rotate(view, rotation, overwrite=True), expected, msg=name)
+    packed = torch.randn(1, 6, 1, 1, 8).to(dtype).expand(2, 6, 3, 2, 8)
+    q, _, _ = vr.rotate_qkv(packed, rotation, overwrite=True)
+    assert_close(q, vr.rotate(packed[:, :, 0].transpose(1, 2), rotation))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_many_gradients_at_once_and_second_ones_forward(pairing):
+    """Batched gradients (vectorised Jacobians) and Hessian-vector products as forward over reverse."""
+    rotation, _ = make_rotation(pairing=pairing)
+    x = torch.randn(1, 6, 3, 1, 8)
+
+    def head(x):
+        q, k, v = vr.rotate_qkv(x, rotation)
+        return (q * k).sum((0, 1, 3)) + v.sum()
+
+    each = torch.autograd.functional.jacobian(head, x)
+    assert_close(torch.autograd.functional.jacobian(head, x, vectorize=True), each)
+    loss = lambda x: (head(x) ** 2).sum()  # noqa: E731
+    _, product = torch.func.jvp(torch.func.grad(loss), (x,), (x,))
+    _, expected = torch.autograd.functional.hvp(loss, x, x)
+    assert_close(product, expected, rtol=1e-4, atol=1e-3)

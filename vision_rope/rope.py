@@ -14,6 +14,7 @@ from vision_rope.extension import Extension, check_grid, check_method, compute_e
 from vision_rope.frequencies import Ladder, angles, frequency_matrix
 from vision_rope.positions import Coordinates
 from vision_rope.rotation import PAIRINGS, Pairing, Rotation, outer_rotations
+from vision_rope.turning import is_transformed
 
 # method, trained grid and options, as `extend` takes them
 ExtensionChoice = tuple[str, tuple[int, ...], dict[str, Any]]
@@ -214,7 +215,8 @@ class Rope(nn.Module):
         self, size: Sequence[int], num_prefix_tokens: int, extension: ExtensionChoice | None, device: torch.device
     ) -> tuple[Any, ...] | None:
         """Everything that the rotations of a grid depend on; None where they may not be kept."""
-        if self.learned_frequencies is not None or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        tracing = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
+        if self.learned_frequencies is not None or tracing:
             return None
         stream = None
         if device.type == "cuda":

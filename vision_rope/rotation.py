@@ -18,7 +18,7 @@ __all__ = ["PAIRINGS", "Pairing", "Rotation", "outer_rotations", "pairing_permut
 
 @dataclass(eq=False)
 class Rotation:
-    """How far each pair of channels of each token turns.
+    """How far each pair of channels of each token turns. Its tensors are not to be written into; make a new one.
 
     Attributes:
         cos, sin: one value a pair, (heads or 1, tokens, head_dim / 2), with a batch axis in front where samples differ.
@@ -45,9 +45,13 @@ class Rotation:
         self._phase = phase
         if phase is None and self.pairing == "interleaved" and is_eager(self.cos):
             self._phase = torch.complex(self.cos.to(wide_dtype(self.cos)), self.sin.to(wide_dtype(self.sin)))
+        self._of = (self.cos, self.sin, self.pairing)
 
     def _tables(self) -> Tables:
-        return self.cos, self.sin, self._phase
+        # Somebody may have given this rotation other tables since.
+        cos, sin, pairing = self._of
+        fresh = cos is self.cos and sin is self.sin and pairing == self.pairing
+        return self.cos, self.sin, self._phase if fresh else None
 
 
 def rotate(x: Tensor, rotation: Rotation, *, overwrite: bool = False) -> Tensor:
@@ -62,7 +66,7 @@ def rotate(x: Tensor, rotation: Rotation, *, overwrite: bool = False) -> Tensor:
     Raises: ValueError where x does not fit the rotation.
     Source: RoFormer (arXiv 2104.09864), equation 34.
     """
-    _check_fit(x.shape, rotation)
+    _check_fit(x.shape, x.dtype, rotation)
     return turn(x, rotation._tables(), rotation.pairing, overwrite=overwrite)
 
 
@@ -78,7 +82,7 @@ def rotate_qkv(qkv: Tensor, rotation: Rotation, *, overwrite: bool = False) -> t
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}; it must be (batch, tokens, 3, heads, head_dim)")
     batch, tokens, _, heads, head_dim = qkv.shape
-    _check_fit((batch, heads, tokens, head_dim), rotation)
+    _check_fit((batch, heads, tokens, head_dim), qkv.dtype, rotation)
     return turn_qkv(qkv, rotation._tables(), rotation.pairing, overwrite=overwrite)
 
 
@@ -159,18 +163,29 @@ def _outer(first: Tensor, second: Tensor) -> Tensor:
     return (first.unsqueeze(-2) * second.unsqueeze(-3)).flatten(-3, -2)
 
 
-def _check_fit(shape: Sequence[int], rotation: Rotation) -> None:
+def _check_fit(shape: Sequence[int], dtype: torch.dtype, rotation: Rotation) -> None:
     table = rotation.cos.shape
+    if not dtype.is_floating_point:
+        raise ValueError(f"x has dtype {dtype}; queries and keys are floating point numbers: convert it with x.float()")
     if len(shape) < 3 or shape[-1] != 2 * table[-1]:
         raise ValueError(
             f"x has shape {tuple(shape)} and the rotation is for head_dim {2 * table[-1]} (cos {tuple(table)}); x "
             "must be (..., heads, tokens, head_dim): split the channels into heads first"
         )
-    if shape[-2] != table[-2] or table[-3] not in (1, shape[-3]):
+    if shape[-2] != table[-2]:
+        hint = (
+            "x seems to be (..., tokens, heads, head_dim): give x.transpose(-3, -2)"
+            if shape[-3] == table[-2]
+            else "pass the positions of exactly these tokens, prefix tokens included (with_prefix)"
+        )
         raise ValueError(
             f"x has {shape[-3]} heads and {shape[-2]} tokens (shape {tuple(shape)}) and the rotation is for "
-            f"{table[-3]} heads and {table[-2]} tokens (cos {tuple(table)}); pass the positions of exactly these "
-            "tokens, prefix tokens included (with_prefix)"
+            f"{table[-2]} tokens (cos {tuple(table)}); {hint}"
+        )
+    if table[-3] not in (1, shape[-3]):
+        raise ValueError(
+            f"x has {shape[-3]} heads (shape {tuple(shape)}) and the rotation has tables for {table[-3]} heads (cos "
+            f"{tuple(table)}); build the rotary embedding with num_heads={shape[-3]}"
         )
     if len(table) > 3 and (len(shape) < len(table) or table[-4] not in (1, shape[-4])):
         raise ValueError(

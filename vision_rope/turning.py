@@ -28,11 +28,11 @@ def turn(x: Tensor, tables: Tables, pairing: Pairing, *, overwrite: bool = False
         overwrite: allow the result to take the place of x in memory, where no gradient or tangent needs x.
     """
     phase = tables[2]
-    out = x if overwrite and not _is_differentiated(x, tables) else None
+    out = x if overwrite and _may_write(x, tables) else None
     if phase is not None and is_eager(x):
         # Its own derivatives of every kind are as fast as can be.
         return _turn_complex(x, phase, out)
-    if phase is None and is_eager(x) and not tables[0].requires_grad and not _has_tangent(x, tables):
+    if phase is None and is_eager(x) and not _is_learned(tables) and not _has_tangent(x, tables):
         if _needs_gradient(x, tables):
             return _TurnReal.apply(x, *tables[:2], pairing)
         return _turn_real(x, tables, pairing, out)
@@ -47,13 +47,13 @@ def turn_qkv(
     Shapes: qkv (batch, tokens, 3, heads, head_dim), tables (..., heads or 1, tokens, pairs) -> q, k, v, each (batch,
         heads, tokens, head_dim)
     """
-    cos, _, phase = tables
-    learnable = phase is not None or not cos.requires_grad
+    phase = tables[2]
+    learnable = phase is not None or not _is_learned(tables)
     if _needs_gradient(qkv, tables) and is_eager(qkv) and learnable and not _has_tangent(qkv, tables):
         return _TurnQKV.apply(qkv, *tables, pairing)
     qk = qkv.narrow(2, 0, 2)
     if phase is not None and is_eager(qkv):
-        out = qk if overwrite and not _is_differentiated(qkv, tables) else None
+        out = qk if overwrite and _may_write(qkv, tables) else None
         turned = _turn_complex(qk, _beside_qk(phase), out)
     else:
         turned = turn(qk, _tables_beside_qk(tables), pairing, overwrite=overwrite)
@@ -62,8 +62,18 @@ def turn_qkv(
 
 
 def is_eager(x: Tensor) -> bool:
-    """Eager CPU and CUDA multiply complex numbers fast; compilers and exporters neither fuse nor export them."""
-    return x.device.type in ("cpu", "cuda") and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
+    """Eager CPU and CUDA multiply complex numbers fast; compilers and exporters neither fuse nor export them.
+
+    Function transforms (torch.func) and batched gradients get plain arithmetic too, which all of them can take apart.
+    """
+    if x.device.type not in ("cpu", "cuda") or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    return not (is_transformed() or torch._C._functorch.is_legacy_batchedtensor(x))
+
+
+def is_transformed() -> bool:
+    """Whether torch.func's grad, vmap, jvp or another is at work; torch has no public way to ask."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -73,7 +83,9 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 def pairs_of(x: Tensor, pairing: Pairing) -> Tensor:
     """Channels as (..., groups, 2, pairs of a group)."""
-    return x.unflatten(-1, (_num_groups(x.shape[-1] // 2, pairing), 2, -1))
+    pairs = x.shape[-1] // 2
+    groups = _num_groups(pairs, pairing)
+    return x.reshape(*x.shape[:-1], groups, 2, pairs // groups)
 
 
 def _turn_plainly(x: Tensor, tables: Tables, pairing: Pairing) -> Tensor:
@@ -81,7 +93,7 @@ def _turn_plainly(x: Tensor, tables: Tables, pairing: Pairing) -> Tensor:
     first, second = pairs_of(x.to(wide_dtype(x)), pairing).unbind(-2)
     cos, sin = (_grouped(table, pairing) for table in tables[:2])
     turned = ((first * cos - second * sin).to(x.dtype), (first * sin + second * cos).to(x.dtype))
-    return torch.stack(turned, dim=-2).flatten(-3)
+    return torch.stack(turned, dim=-2).reshape(x.shape)
 
 
 def _turn_complex(x: Tensor, phase: Tensor, out: Tensor | None = None) -> Tensor:
@@ -168,7 +180,8 @@ class _TurnQKV(torch.autograd.Function):
         cos, sin, phase, *turned = ctx.saved_tensors
         inverse = (cos, -sin, None if phase is None else phase.conj())
         grad_q, grad_k, grad_v = grads
-        if torch.is_grad_enabled():  # a second derivative is wanted, which writing into memory would hide
+        # Writing into memory would hide a second derivative, and transforms have no rule for it.
+        if torch.is_grad_enabled() or not is_eager(grad_v):
             packed = torch.stack([turn(grad_q, inverse, ctx.pairing), turn(grad_k, inverse, ctx.pairing), grad_v])
             grad_qkv = packed.permute(1, 3, 0, 2, 4)
         else:
@@ -214,7 +227,8 @@ def _num_groups(pairs: int, pairing: Pairing) -> int:
 
 def _grouped(table: Tensor, pairing: Pairing) -> Tensor:
     """A table (..., pairs) as (..., groups, pairs of a group)."""
-    return table.unflatten(-1, (_num_groups(table.shape[-1], pairing), -1))
+    groups = _num_groups(table.shape[-1], pairing)
+    return table.reshape(*table.shape[:-1], groups, table.shape[-1] // groups)
 
 
 def _beside_qk(table: Tensor) -> Tensor:
@@ -227,13 +241,27 @@ def _tables_beside_qk(tables: Tables) -> Tables:
     return _beside_qk(cos), _beside_qk(sin), None if phase is None else _beside_qk(phase)
 
 
+def _is_learned(tables: Tables) -> bool:
+    return tables[0].requires_grad or tables[1].requires_grad
+
+
 def _needs_gradient(x: Tensor, tables: Tables) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or tables[0].requires_grad)
+    return torch.is_grad_enabled() and (x.requires_grad or _is_learned(tables))
 
 
 def _has_tangent(x: Tensor, tables: Tables) -> bool:
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in (x, tables[0]))
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in (x, *tables[:2]))
 
 
-def _is_differentiated(x: Tensor, tables: Tables) -> bool:
-    return _needs_gradient(x, tables) or _has_tangent(x, tables)
+def _may_write(x: Tensor, tables: Tables) -> bool:
+    """Whether nobody needs x as it is, and no two elements share memory."""
+    if _needs_gradient(x, tables) or _has_tangent(x, tables):
+        return False
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        return False
+    reach = 1
+    for stride, length in sorted(zip(x.stride(), x.shape, strict=True)):
+        if length > 1 and stride < reach:
+            return False
+        reach += (length - 1) * stride
+    return True

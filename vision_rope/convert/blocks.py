@@ -65,8 +65,7 @@ class PositionedAttention(Attention):
             and isinstance(self.q_norm, nn.Identity)
             and isinstance(self.k_norm, nn.Identity)
         ):
-            # The projection is this layer's own, so it may be written over, unless a hook on it may still look.
-            return rotate_qkv(qkv, position, overwrite=not self.qkv._forward_hooks)
+            return rotate_qkv(qkv, position, overwrite=_is_unobserved(self.qkv))
         q, k, v = qkv.transpose(1, 3).unbind(2)
         q, k = self.q_norm(q), self.k_norm(k)
         if isinstance(position, Rotation):
@@ -104,6 +103,12 @@ class PositionedAttention(Attention):
             dropout=self.attn_drop.p if self.training else 0.0,
             is_causal=is_causal,
         )
+
+
+def _is_unobserved(layer: nn.Module) -> bool:
+    """Whether a layer's output is its caller's alone: no hook sees it, and no layer inside hands it on."""
+    hooks = layer._forward_hooks or torch.nn.modules.module._global_forward_hooks
+    return type(layer) is nn.Linear and not hooks
 
 
 class PositionedBlock(Block):
