@@ -8,14 +8,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from vision_rope.benchmark import peers, rotate, timing, vit
+from vision_rope.benchmark import choose, peers, rotate, timing, vit
 from vision_rope.benchmark.report import format_benchmark, plot_benchmark, summarize
 from vision_rope.cli import main
 
@@ -123,9 +125,10 @@ def test_peak_memory_counts_what_lives_at_once():
 
 
 def test_in_place_rotation_needs_no_memory(tiny):
-    (case,) = rotate.rotate_cases(["overwrite"], ["S1"], ["fp32"], CPU)
-    assert timing.peak_bytes(case.runs["vision_rope"], CPU) == 0
-    (case,) = rotate.rotate_cases(["forward"], ["S1"], ["fp32"], CPU)
+    (build,) = rotate.rotate_cases(["overwrite"], ["S1"], ["fp32"], CPU)
+    assert timing.peak_bytes(build().runs["vision_rope"], CPU) == 0
+    (build,) = rotate.rotate_cases(["forward"], ["S1"], ["fp32"], CPU)
+    case = build()
     assert timing.peak_bytes(case.runs["vision_rope"], CPU) == case.unit
 
 
@@ -151,7 +154,8 @@ def test_rotate_command_writes_what_it_prints(tiny, tmp_path, capsys):
 def test_gradients_of_the_packed_way_agree_with_timm(tiny):
     """The two candidates of `qkv` and `learned` do the same work: the same gradient for the same qkv."""
     for section in ("qkv", "learned"):
-        (case,) = rotate.rotate_cases([section], [], [], CPU)
+        (build,) = rotate.rotate_cases([section], [], [], CPU)
+        case = build()
         ours, timm = case.runs["vision_rope"](), case.runs["timm"]()
         if section == "qkv":
             torch.testing.assert_close(ours[0], timm[0], atol=1e-4, rtol=1e-4)
@@ -162,11 +166,14 @@ def test_gradients_of_the_packed_way_agree_with_timm(tiny):
 
 @pytest.mark.parametrize("section", vit.SECTIONS)
 def test_vit_cases_run(section):
-    for case in vit.vit_cases([section], [32], 1, CPU):
+    for build in vit.vit_cases([section], [32], 1, CPU):
+        case = build()
         if section.startswith("block"):
             for run in case.runs.values():
                 run()
-        assert case.ours in case.runs
+            assert case.ours is None, "timm's block is not ours"
+        else:
+            assert case.ours in case.runs
         assert case.floor in case.runs
 
 
@@ -204,6 +211,237 @@ def test_the_command_restarts_itself_with_a_warm_allocator(tmp_path):
         "timm with RoPE",
         "timm without",
     }
+
+
+def row_of(name, over_ours, over_floor):
+    spreads = [
+        None if value is None else {"median": value, "low": value, "high": value} for value in (over_ours, over_floor)
+    ]
+    return {
+        "section": "s",
+        "label": "l",
+        "dtype": "fp32",
+        "name": name,
+        "milliseconds": {"median": 1.0},
+        "over_ours": spreads[0],
+        "over_floor": spreads[1],
+        "error": None,
+        "peak_memory": None,
+    }
+
+
+def test_a_case_without_ours_has_ratios_to_the_floor_only(monkeypatch, tmp_path):
+    monkeypatch.setattr(timing, "_count_repeats", lambda run, device: 1)
+    case = timing.Case("s", "l", "fp32", {"with": lambda: 0, "without": lambda: 0}, None, "without")
+    rows = timing.measure_case(case, rounds=2, device=CPU)
+    assert [row["over_ours"] for row in rows] == [None, None]
+    assert rows[1]["over_floor"]["median"] == 1.0
+    report = format_benchmark(rows, {}, {"s": "title"}, "command")
+    assert "ours |" not in report
+    assert "| over the floor |" in report
+    assert "The floor is the least the work can cost" in report
+    plot_benchmark(rows, {"s": "title"}, tmp_path / "plot.png")
+
+
+@pytest.mark.parametrize(("over_ours", "label"), [(3.0, "time / ours"), (None, "time / without positions")])
+def test_bars_are_the_ratio_that_the_axis_names(over_ours, label, monkeypatch, tmp_path):
+    from matplotlib.axes import Axes
+
+    seen = {}
+    draw = Axes.bar
+    monkeypatch.setattr(
+        Axes, "bar", lambda self, x, height, *a, **k: seen.update(bars=height) or draw(self, x, height, *a, **k)
+    )
+    monkeypatch.setattr(Axes, "set_ylabel", lambda self, text: seen.update(label=text))
+    plot_benchmark([row_of("timm", over_ours, 5.0)], {"s": "title"}, tmp_path / "plot.png")
+    assert seen == {"bars": [3.0 if over_ours else 5.0], "label": label}
+
+
+def test_names_are_taken_once():
+    assert choose("shapes", "S3, S4,S3,S4", rotate.SHAPES) == ["S3", "S4"]
+
+
+def vit_rows(sizes, folder):
+    words = ["benchmark", "vit", "--sections", "block", "--rounds", "1", "--out", str(folder)]
+    assert main([*words, "--sizes", sizes]) == 0
+    return json.loads((folder / "vit.json").read_text())["rows"]
+
+
+def test_sizes_are_taken_once_and_the_bar_knows_how_many_cases_come(tiny, tmp_path, capsys):
+    assert len(vit_rows("32,32", tmp_path)) == 4
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_nothing_to_measure_is_one_sentence(tiny, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(rotate, "SHAPES", {"S3": TINY})
+    out = tmp_path / "out"
+    assert main(["benchmark", "rotate", "--sections", "compiled", "--shapes", "S3", "--out", str(out)]) == 2
+    assert "leave nothing to measure" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("broken", ["file", "below a file", "read-only", "a folder in a file's place"])
+def test_what_cannot_be_written_is_said_before_anything_runs(broken, tiny, monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken" / "rotate.md").mkdir(parents=True)
+    folder = {
+        "file": tmp_path / "file",
+        "below a file": tmp_path / "file" / "out",
+        "read-only": Path("/proc"),
+        "a folder in a file's place": tmp_path / "taken",
+    }[broken]
+    if broken == "read-only" and not folder.exists():
+        pytest.skip("needs a folder in which even root cannot write")
+    monkeypatch.setattr(timing, "measure_case", lambda *a, **k: pytest.fail("it measured"))
+    assert main(["benchmark", "rotate", "--shapes", "S1", "--out", str(folder), "--no-progress"]) == 2
+    error = capsys.readouterr().err
+    assert str(folder) in error
+    assert "give another folder" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_kill_loses_no_case_that_was_measured(tiny, monkeypatch, tmp_path):
+    measured, measure = [], timing.measure_case
+
+    def kill_in_third(case, **options):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(case)
+        return measure(case, **options)
+
+    monkeypatch.setattr(timing, "measure_case", kill_in_third)
+    words = [
+        "benchmark",
+        "rotate",
+        "--sections",
+        "qkv,learned,tables",
+        "--shapes",
+        "S1",
+        "--rounds",
+        "1",
+        "--no-progress",
+    ]
+    assert main([*words, "--out", str(tmp_path)]) == 130
+    content = json.loads((tmp_path / "rotate.json").read_text())
+    assert {row["section"] for row in content["rows"]} == {"qkv", "learned"}
+    report = format_benchmark(content["rows"], content["machine"], rotate.SECTIONS, content["command"])
+    assert (tmp_path / "rotate.md").read_text() == report
+
+
+def fails_to_import(problem, pairing):
+    raise ImportError("cannot import name 'x'\nfrom 'y'")
+
+
+def fails_in_bf16(problem, pairing):
+    def turn(q, k):
+        if q.dtype == torch.bfloat16:
+            raise RuntimeError("no kernel")
+        return peers.ours(problem, pairing)(q, k)
+
+    return turn
+
+
+def fails_backward(problem, pairing):
+    def turn(q, k):
+        return peers.ours(problem, pairing)(q.detach(), k.detach())
+
+    return turn
+
+
+def test_a_broken_library_is_left_out_with_one_line(tiny, monkeypatch, tmp_path, capsys):
+    rows = {"first": fails_to_import, "second": fails_in_bf16, "third": fails_backward}
+    monkeypatch.setattr(peers, "PEERS", {name: ("torch", "half", prepare) for name, prepare in rows.items()})
+    words = ["benchmark", "rotate", "--sections", "forward,backward", "--shapes", "S1", "--rounds", "1"]
+    assert main([*words, "--out", str(tmp_path), "--no-progress"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [
+        "first is left out where it fails: ImportError: cannot import name 'x' from 'y'",
+        "second is left out where it fails: RuntimeError: no kernel",
+    ]
+    assert len(lines) == 3, "no line comes twice"
+    assert lines[2].startswith("third is left out where it fails: RuntimeError: ")
+    measured = json.loads((tmp_path / "rotate.json").read_text())["rows"]
+    found = {(row["name"], row["section"], row["dtype"]) for row in measured if row["name"] in rows}
+    assert found == {
+        ("second", "forward", "fp32"),
+        ("second", "backward", "fp32"),
+        ("third", "forward", "fp32"),
+        ("third", "forward", "bf16"),
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc's allocator is told")
+def test_the_restart_takes_this_process(monkeypatch):
+    calls = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: calls.append(arguments))
+    for name in timing.WARM_ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    words = ["benchmark", "vit"]
+    monkeypatch.setattr(sys, "argv", ["notebook"])
+    timing.restart_with_warm_allocator("vision_rope.cli", words)
+    assert not calls, "whoever calls the command as a function keeps its process"
+    monkeypatch.setattr(sys, "argv", ["vision-rope", "--debug", *words])
+    timing.restart_with_warm_allocator("vision_rope.cli", words)
+    ((program, arguments, environment),) = calls
+    assert program == sys.executable
+    assert arguments == [sys.executable, "-m", "vision_rope.cli", "--debug", *words]
+    assert timing.WARM_ALLOCATOR.items() <= environment.items()
+    for name, value in timing.WARM_ALLOCATOR.items():
+        monkeypatch.setenv(name, value)
+    timing.restart_with_warm_allocator("vision_rope.cli", words)
+    assert len(calls) == 1
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is restarted")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_what_measures(number, tmp_path):
+    """The results stop growing: no child is left that goes on measuring."""
+    environment = {key: value for key, value in os.environ.items() if key not in timing.WARM_ALLOCATOR}
+    words = [
+        "benchmark",
+        "rotate",
+        "--sections",
+        "tables",
+        "--rounds",
+        "100000",
+        "--out",
+        str(tmp_path),
+        "--no-progress",
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-m", "vision_rope.cli", *words],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        group, deadline = process.pid, time.monotonic() + 60
+        try:
+            warm = next(iter(timing.WARM_ALLOCATOR)).encode()
+            while not any(warm in entry for entry in environments_of(group)):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            time.sleep(0.5)
+            process.send_signal(number)
+            process.wait(30)
+            assert not environments_of(group), "nothing of it is left"
+        finally:
+            if environments_of(group):
+                os.killpg(group, signal.SIGKILL)
+
+
+def environments_of(group):
+    """What the processes of a group were started with."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(folder.name)) == group:
+                found.append((folder / "environ").read_bytes())
+        except OSError:
+            continue
+    return [entry for entry in found if entry]
 
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "benchmark"

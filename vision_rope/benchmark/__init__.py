@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ class Benchmark:
     Attributes:
         summary: one line for --help.
         add_flags: its own flags.
-        prepare: parsed flags and device -> titles of its sections, and its cases.
+        prepare: parsed flags and device -> titles of its sections, and functions that build its cases.
     """
 
     summary: str
     add_flags: Callable[[argparse.ArgumentParser], None]
-    prepare: Callable[[argparse.Namespace, Any], tuple[dict[str, str], Iterator[Any]]]
+    prepare: Callable[[argparse.Namespace, Any], tuple[dict[str, str], list[Callable[[], Any]]]]
 
 
 def _rotate_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def _rotate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", default="fp32,bf16", help="fp32,bf16 (default: both)")
 
 
-def _prepare_rotate(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, str], Iterator[Any]]:
+def _prepare_rotate(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, str], list[Callable[[], Any]]]:
     from vision_rope.benchmark import rotate
 
     sections = choose("sections", parsed.sections, rotate.SECTIONS, rotate.DEFAULT_SECTIONS)
@@ -49,7 +50,7 @@ def _vit_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=4, help="images a batch (default 4)")
 
 
-def _prepare_vit(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, str], Iterator[Any]]:
+def _prepare_vit(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, str], list[Callable[[], Any]]]:
     from vision_rope.benchmark import vit
 
     sections = choose("sections", parsed.sections, vit.SECTIONS, vit.DEFAULT_SECTIONS)
@@ -60,7 +61,7 @@ def _prepare_vit(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, str
         sizes.append(int(text))
     if parsed.batch_size < 1:
         raise ValueError(f"batch-size is {parsed.batch_size}; it must be a positive number of images")
-    return vit.SECTIONS, vit.vit_cases(sections, sizes, parsed.batch_size, device)
+    return vit.SECTIONS, vit.vit_cases(sections, list(dict.fromkeys(sizes)), parsed.batch_size, device)
 
 
 BENCHMARKS = {
@@ -70,7 +71,7 @@ BENCHMARKS = {
 
 
 def choose(name: str, text: str | None, known: Any, default: Sequence[str] = ()) -> list[str]:
-    """Names with commas between them, each of which must be known.
+    """Names with commas between them, each of which must be known; what is named twice is taken once.
 
     Raises: ValueError that names the nearest.
     """
@@ -80,7 +81,7 @@ def choose(name: str, text: str | None, known: Any, default: Sequence[str] = ())
     for word in words:
         if word not in known:
             raise ValueError(f"{name} has {word!r}; choose from {', '.join(known)}{did_you_mean(word, known)}")
-    return words
+    return list(dict.fromkeys(words))
 
 
 def run_benchmark(parsed: argparse.Namespace, words: Sequence[str]) -> int:
@@ -99,25 +100,44 @@ def run_benchmark(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         raise ValueError(f"threads is {parsed.threads}; it must be a positive number")
     device = choose_device(parsed.device)
     titles, cases = BENCHMARKS[parsed.benchmark].prepare(parsed, device)
-    status = restart_with_warm_allocator("vision_rope.cli", words)
-    if status is not None:
-        return status
+    if not cases:
+        raise ValueError("these sections and sizes leave nothing to measure; choose more of them")
+    paths = prepare_files(Path(parsed.out or Path("runs", "benchmark")), parsed.benchmark)
+    restart_with_warm_allocator("vision_rope.cli", words)
     torch.set_num_threads(parsed.threads)
+    command, machine = f"vision-rope {' '.join(words)}", describe_machine(device)
     rows: list[dict[str, Any]] = []
-    with tqdm(disable=parsed.no_progress, unit=" cases") as bar:
-        for case in cases:
+    report = ""
+    with tqdm(total=len(cases), disable=parsed.no_progress, unit="case") as bar:
+        for build in cases:
+            case = build()
             bar.set_postfix_str(f"{case.section} {case.label} {case.dtype}")
             rows += measure_case(case, rounds=parsed.rounds, device=device, seed=parsed.seed)
+            # After every case, so that a kill loses none of those before.
+            content = {"command": command, "machine": machine, "rows": rows}
+            write_whole(paths["json"], (json.dumps(content, indent=1) + "\n").encode())
+            report = format_benchmark(rows, machine, titles, command)
+            write_whole(paths["md"], report.encode())
             bar.update()
-    machine = describe_machine(device)
-    report = format_benchmark(rows, machine, titles, f"vision-rope {' '.join(words)}")
     print(report)
-    folder = Path(parsed.out or Path("runs", "benchmark"))
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{parsed.benchmark}.{ending}" for ending in ("json", "md", "png")]
-    content = {"command": f"vision-rope {' '.join(words)}", "machine": machine, "rows": rows}
-    write_whole(paths[0], (json.dumps(content, indent=1) + "\n").encode())
-    write_whole(paths[1], report.encode())
-    plot_benchmark(rows, titles, paths[2])
-    print("\n".join(f"wrote {path}" for path in paths))
+    plot_benchmark(rows, titles, paths["png"])
+    print("\n".join(f"wrote {path}" for path in paths.values()))
     return 0
+
+
+def prepare_files(folder: Path, name: str) -> dict[str, Path]:
+    """Ending -> file of the results, in a folder that is made and can be written to.
+
+    Raises: ValueError where the folder or a file of it cannot be written.
+    """
+    paths = {ending: folder / f"{name}.{ending}" for ending in ("json", "md", "png")}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"out is {folder}, where nothing can be written ({error}); give another folder") from error
+    for path in paths.values():
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder and the results go there; move it, or give another folder as out")
+    return paths

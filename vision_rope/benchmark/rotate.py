@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,33 +47,33 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # The packed way of one ViT-S layer, at 224 and 448 px; tables of grids from 224 to 1024 px.
 FRONT_GRIDS = (14, 28)
 TABLE_GRIDS = (14, 28, 64)
+TABLES = ("rope-vit-axial", "dinov3", "rope-vit-mixed")
 FRONT = Shape(4, 6, (14, 14), 1, 64)
 DEPTH = 12
 
 
 def rotate_cases(
     sections: Sequence[str], shapes: Sequence[str], dtypes: Sequence[str], device: torch.device
-) -> Iterator[Case]:
-    """The cases of the chosen sections, each built when its turn comes.
+) -> list[Callable[[], Case]]:
+    """The cases of the chosen sections, as functions, so that each is built when its turn comes.
 
     Compiling takes minutes a shape, so the compiled sections leave out the two largest unless they are chosen alone.
     """
+    cases: list[Callable[[], Case]] = []
+    said: set[str] = set()
     for section in sections:
         if section in _ROTATIONS:
             for label in shapes:
                 if section.startswith("compiled") and len(shapes) == len(SHAPES) and label in ("S3", "S4"):
                     continue
-                for dtype in dtypes:
-                    yield _rotation_case(section, label, dtype, device)
+                cases += [partial(_rotation_case, section, label, dtype, device, said) for dtype in dtypes]
         elif section == "qkv":
-            for side in FRONT_GRIDS:
-                yield _front_case(side, device, learned=False)
+            cases += [partial(_front_case, side, device, learned=False) for side in FRONT_GRIDS]
         elif section == "learned":
-            for side in FRONT_GRIDS:
-                yield _front_case(side, device, learned=True)
+            cases += [partial(_front_case, side, device, learned=True) for side in FRONT_GRIDS]
         elif section == "tables":
-            for side in TABLE_GRIDS:
-                yield from _table_cases(side, device)
+            cases += [partial(_table_case, name, side, device) for side in TABLE_GRIDS for name in TABLES]
+    return cases
 
 
 def problem_of(shape: Shape, device: torch.device) -> Problem:
@@ -101,21 +104,38 @@ def _draw(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device=device, dtype=dtype)
 
 
-def _rotation_case(section: str, label: str, dtype_name: str, device: torch.device) -> Case:
-    """One of the sections in _ROTATIONS: turning separate queries and keys."""
+def _rotation_case(section: str, label: str, dtype_name: str, device: torch.device, said: set[str]) -> Case:
+    """One of the sections in _ROTATIONS: turning separate queries and keys.
+
+    A library that is installed and fails is left out, with one line on stderr that `said` keeps from being repeated.
+    """
     shape, dtype = SHAPES[label], DTYPES[dtype_name]
     problem = problem_of(shape, device)
-    turns: dict[str, tuple[Pairing, Turn]] = {
-        OURS: ("interleaved", ours(problem, overwrite=section == "overwrite")),
-        OURS_HALF: ("half", ours(problem, "half")),
-    }
-    turns |= {name: (pairing, prepare(problem, pairing)) for name, (pairing, prepare) in installed_peers().items()}
-    if section.startswith("compiled"):
-        turns = {name: (pairing, _compiled(turn)) for name, (pairing, turn) in turns.items()}
-    errors = {name: error_of(turn, pairing, problem, shape, dtype) for name, (pairing, turn) in turns.items()}
     q, k = _draw(shape, dtype, device), _draw(shape, dtype, device)
     build = _ROTATIONS[section]
-    runs = {name: build(turn, q, k) for name, (_, turn) in turns.items()}
+    runs: dict[str, Callable[[], Any]] = {}
+    errors: dict[str, float] = {}
+
+    def add(name: str, pairing: Pairing, prepare: Callable[..., Turn]) -> None:
+        turn = prepare(problem, pairing)
+        if section.startswith("compiled"):
+            turn = _compiled(turn)
+        error = error_of(turn, pairing, problem, shape, dtype)
+        run = build(turn, q, k)
+        run()  # the gradient may fail where the value does not
+        errors[name], runs[name] = error, run
+
+    add(OURS, "interleaved", partial(ours, overwrite=section == "overwrite"))
+    add(OURS_HALF, "half", ours)
+    for name, (pairing, prepare) in installed_peers().items():
+        try:
+            add(name, pairing, prepare)
+        except Exception as error:  # whatever another library raises
+            reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
+            line = f"{name} is left out where it fails: {reason}"
+            if line not in said:
+                print(line, file=sys.stderr)
+            said.add(line)
     if section == "overwrite":
         floor, target = "copy_", (torch.empty_like(q), torch.empty_like(k))
         runs[floor] = lambda: (target[0].copy_(q), target[1].copy_(k))
@@ -219,32 +239,35 @@ def _front_case(side: int, device: torch.device, *, learned: bool) -> Case:
     return Case("learned" if learned else "qkv", f"{tokens} tokens", "fp32", runs, OURS, "no position")
 
 
-def _table_cases(side: int, device: torch.device) -> Iterator[Case]:
-    """Building the tables of one forward pass: axial, normalised and learned embeddings, new and repeated grids."""
+def _timm_table(name: str) -> Any:
+    """timm's counterpart of one of our presets in TABLES."""
     from timm.layers import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed
 
     heads, dim = FRONT.heads, FRONT.head_dim
-    peers = {
-        "rope-vit-axial": RotaryEmbeddingCat(dim, in_pixels=False, temperature=100.0, grid_indexing="xy"),
-        "dinov3": RotaryEmbeddingDinoV3(dim),
-        "rope-vit-mixed": RotaryEmbeddingMixed(heads * dim, depth=DEPTH, num_heads=heads),
-    }
-    for name, peer in peers.items():
-        peer = peer.to(device)
-        rope = vision_rope.preset(name, head_dim=dim, num_heads=heads, depth=DEPTH).to(device)
+    if name == "rope-vit-axial":
+        return RotaryEmbeddingCat(dim, in_pixels=False, temperature=100.0, grid_indexing="xy")
+    if name == "dinov3":
+        return RotaryEmbeddingDinoV3(dim)
+    return RotaryEmbeddingMixed(heads * dim, depth=DEPTH, num_heads=heads)
 
-        @torch.no_grad()
-        def repeated(rope: vision_rope.Rope = rope, side: int = side) -> Any:
-            return rope.grid_rotations(side, side, num_prefix_tokens=1, device=device)
 
-        @torch.no_grad()
-        def new(rope: vision_rope.Rope = rope) -> Any:
-            rope.forget()
-            return repeated(rope)
+def _table_case(name: str, side: int, device: torch.device) -> Case:
+    """Building the tables of one forward pass, of a new grid and of a repeated one."""
+    peer = _timm_table(name).to(device)
+    rope = vision_rope.preset(name, head_dim=FRONT.head_dim, num_heads=FRONT.heads, depth=DEPTH).to(device)
 
-        @torch.no_grad()
-        def timm(peer: Any = peer) -> Any:
-            return peer.get_embed([side, side])
+    @torch.no_grad()
+    def repeated() -> Any:
+        return rope.grid_rotations(side, side, num_prefix_tokens=1, device=device)
 
-        runs = {OURS: new, f"{OURS}, repeated": repeated, "timm": timm}
-        yield Case("tables", f"{name}, {side} x {side}", "fp32", runs, OURS)
+    @torch.no_grad()
+    def new() -> Any:
+        rope.forget()
+        return repeated()
+
+    @torch.no_grad()
+    def timm() -> Any:
+        return peer.get_embed([side, side])
+
+    runs = {OURS: new, f"{OURS}, repeated": repeated, "timm": timm}
+    return Case("tables", f"{name}, {side} x {side}", "fp32", runs, OURS)

@@ -6,7 +6,6 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 import weakref
@@ -36,7 +35,7 @@ class Case:
     Attributes:
         section, label, dtype: where the rows belong: kind of work, size, precision.
         runs: candidate -> the work, called without arguments.
-        ours: the candidate that ratios are to.
+        ours: the candidate that ratios are to; None where only the floor is one to compare with.
         floor: the candidate that moves the same memory and does nothing else; None where there is none.
         errors: candidate -> largest absolute difference to float64.
         unit: bytes that peak memory is counted in.
@@ -46,7 +45,7 @@ class Case:
     label: str
     dtype: str
     runs: Mapping[str, Callable[[], Any]]
-    ours: str
+    ours: str | None
     floor: str | None = None
     errors: Mapping[str, float] = field(default_factory=dict)
     unit: int | None = None
@@ -77,13 +76,11 @@ def measure_case(case: Case, *, rounds: int, device: torch.device, seed: int = 0
             "name": name,
             "rounds": rounds,
             "milliseconds": _spread([1000 * value for value in times]),
-            "over_ours": _spread([a / b for a, b in zip(times, samples[case.ours], strict=True)]),
-            "over_floor": None,
+            "over_ours": _over(times, samples, case.ours),
+            "over_floor": _over(times, samples, case.floor),
             "error": case.errors.get(name),
             "peak_memory": peaks[name],
         }
-        if case.floor is not None:
-            row["over_floor"] = _spread([a / b for a, b in zip(times, samples[case.floor], strict=True)])
         rows.append(row)
     return rows
 
@@ -102,11 +99,17 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     return counter.peak
 
 
-def restart_with_warm_allocator(module: str, words: Sequence[str]) -> int | None:
-    """Run the module as a command again where memory is given back between calls; None where this process is warm."""
+def restart_with_warm_allocator(module: str, words: Sequence[str]) -> None:
+    """Become the same command again with an allocator that keeps memory; returns where there is nothing to change."""
     if sys.platform != "linux" or all(name in os.environ for name in WARM_ALLOCATOR):
-        return None
-    return subprocess.run([sys.executable, "-m", module, *words], env={**os.environ, **WARM_ALLOCATOR}).returncode
+        return
+    # A notebook or a test that calls the command as a function must survive it; the command takes --debug out.
+    if list(words) != [word for word in sys.argv[1:] if word != "--debug"]:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The same process, not a child of it: signals meet the one that measures.
+    os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], {**os.environ, **WARM_ALLOCATOR})
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -165,6 +168,10 @@ def _time(run: Callable[[], Any], repeats: int, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return (clock() - start) / repeats
+
+
+def _over(times: Sequence[float], samples: Mapping[str, Sequence[float]], other: str | None) -> dict[str, float] | None:
+    return None if other is None else _spread([a / b for a, b in zip(times, samples[other], strict=True)])
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import timm
@@ -27,37 +28,52 @@ DEFAULT_SECTIONS = tuple(SECTIONS)
 SIZES = (224, 448)
 
 
-def vit_cases(sections: Sequence[str], sizes: Sequence[int], batch: int, device: torch.device) -> Iterator[Case]:
-    """The cases of the chosen sections, each built when its turn comes."""
+def vit_cases(
+    sections: Sequence[str], sizes: Sequence[int], batch: int, device: torch.device
+) -> list[Callable[[], Case]]:
+    """The cases of the chosen sections, as functions, so that each is built when its turn comes."""
+    cases: list[Callable[[], Case]] = []
     for section in sections:
         for size in sizes:
-            build = _block_cases if section.startswith("block") else _model_cases
-            yield from build(section, size, batch, device)
+            if section.startswith("block"):
+                cases += [partial(build, section, size, batch, device) for build in (_our_block, _timm_block)]
+            else:
+                cases.append(partial(_model_case, section, size, batch, device))
+    return cases
 
 
-def _block_cases(section: str, size: int, batch: int, device: torch.device) -> Iterator[Case]:
-    """Ours and timm's block, each against itself without positions, so that what else differs does not count."""
-    side = size // PATCH
-    x = torch.randn(batch, side * side + 1, 384, generator=torch.Generator().manual_seed(0)).to(device)
-    training = section == "block-training"
-
-    model = vision_rope.create_model(NAME, "rope-vit-axial", depth=1).to(device).train(training)
+def _our_block(section: str, size: int, batch: int, device: torch.device) -> Case:
+    side, x = size // PATCH, _draw_tokens(size, batch, device)
+    model = vision_rope.create_model(NAME, "rope-vit-axial", depth=1).to(device)
     (rotation,) = model.position.grid_rotations(side, side, num_prefix_tokens=1, device=device)  # type: ignore[union-attr,operator]
-    own = model.blocks[0]
-    table = RotaryEmbeddingCat(64, in_pixels=False, temperature=100.0, grid_indexing="xy").get_embed([side, side])
-    peer = EvaBlock(384, 6, qkv_fused=True, attn_type="rope", num_prefix_tokens=1).to(device).train(training)
-    table = table.to(device)
-    pairs: dict[str, tuple[nn.Module, Callable[[], Tensor], Callable[[], Tensor]]] = {
-        OURS: (own, lambda: own(x, None, False, rotation), lambda: own(x, None, False, None)),
-        "timm": (peer, lambda: peer(x, rope=table), lambda: peer(x, rope=None)),
-    }
-    for name, (block, positioned, without) in pairs.items():
-        runs = {f"{name} with RoPE": positioned, f"{name} without": without}
-        runs = {label: _step(run, block, training) for label, run in runs.items()}
-        yield Case(section, f"{name}, {size} px", "fp32", runs, f"{name} with RoPE", f"{name} without")
+    block = model.blocks[0]
+    runs = {"with RoPE": lambda: block(x, None, False, rotation), "without": lambda: block(x, None, False, None)}
+    return _block_case(OURS, section, size, block, runs)
 
 
-def _model_cases(section: str, size: int, batch: int, device: torch.device) -> Iterator[Case]:
+def _timm_block(section: str, size: int, batch: int, device: torch.device) -> Case:
+    side, x = size // PATCH, _draw_tokens(size, batch, device)
+    rope = RotaryEmbeddingCat(64, in_pixels=False, temperature=100.0, grid_indexing="xy")
+    table = rope.get_embed([side, side]).to(device)
+    block = EvaBlock(384, 6, qkv_fused=True, attn_type="rope", num_prefix_tokens=1).to(device)
+    runs = {"with RoPE": lambda: block(x, rope=table), "without": lambda: block(x, rope=None)}
+    return _block_case("timm", section, size, block, runs)
+
+
+def _block_case(name: str, section: str, size: int, block: nn.Module, runs: Mapping[str, Callable[[], Tensor]]) -> Case:
+    """A library's block against itself without positions, so that what else differs from ours does not count."""
+    training = section == "block-training"
+    block.train(training)
+    steps = {f"{name} {form}": _step(run, block, training) for form, run in runs.items()}
+    return Case(section, f"{name}, {size} px", "fp32", steps, ours=None, floor=f"{name} without")
+
+
+def _draw_tokens(size: int, batch: int, device: torch.device) -> Tensor:
+    shape = (batch, (size // PATCH) ** 2 + 1, 384)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def _model_case(section: str, size: int, batch: int, device: torch.device) -> Case:
     """Whole models at the size they are built for: timm's own, and the same ViT-S with ours."""
     images = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0)).to(device)
     training = section == "training"
@@ -72,7 +88,7 @@ def _model_cases(section: str, size: int, batch: int, device: torch.device) -> I
     for name, model in models.items():
         model = model.to(device).train(training)
         runs[name] = _step(lambda model=model: model(images), model, training)  # type: ignore[misc]
-    yield Case(section, f"{size} px", "fp32", runs, OURS, f"{OURS} none")
+    return Case(section, f"{size} px", "fp32", runs, OURS, f"{OURS} none")
 
 
 def _step(run: Callable[[], Tensor], module: nn.Module, training: bool) -> Callable[[], Any]:
