@@ -297,7 +297,8 @@ def test_files_tell_their_pairing_and_are_brought_into_the_models(tmp_path: Path
     wanted = trained(PICTURES)
     vr.save_model(path, vr.convert_pairing(trained, "half"), {"note": "mine"})
     state, metadata = checkpoint.load_weights(path)
-    assert metadata == {"note": "mine", "position": "rope-vit-mixed", "pairing": "half"}
+    told = {"position": "rope-vit-mixed", "encoding": "rope-vit-mixed; learned", "pairing": "half"}
+    assert metadata == {"note": "mine", **told}
     for words in ([], ["--model.position_options.pairing", "half"]):
         model = build(3, *words)
         assert first_weights.load_start(model, path) == []
@@ -338,7 +339,8 @@ def test_a_masked_file_of_another_pairing_starts_models(tmp_path: Path) -> None:
     trained = build(0, *masked)
     wanted = trained.encoder.forward_features(PICTURES)
     vr.save_model(path, vr.convert_pairing(trained, "half"))
-    assert checkpoint.load_weights(path)[1] == {"position": "rope-vit-mixed", "pairing": "half"}
+    told = {"position": "rope-vit-mixed", "encoding": "rope-vit-mixed; learned", "pairing": "half"}
+    assert checkpoint.load_weights(path)[1] == told
     classifier, again = build(3, *options), build(0, *masked)
     first_weights.load_start(classifier, path)
     assert_same_outputs(classifier.forward_features(PICTURES), wanted)
@@ -372,8 +374,7 @@ def test_evaluated_files_of_another_pairing(tmp_path: Path, keep_absolute: bool)
     theirs = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **options)
     assert (set(theirs.state_dict()) == set(trained.state_dict())) == keep_absolute
     model: Any = _load_and_convert(theirs.eval(), path, "rope-vit-axial")
-    if keep_absolute:
-        trained.pos_embed = None  # as the conversion does
+    assert (model.pos_embed is not None) == keep_absolute, "what was trained stays"
     assert pairing_of(model) == "interleaved"
     assert_same_outputs(model(images(4, 4)), trained(images(4, 4)))
 
@@ -408,3 +409,115 @@ def test_a_run_writes_its_pairing_and_goes_on_with_no_other(tmp_path: Path, caps
         assert "a training cannot change its pairing on the way" in capsys.readouterr().err
         checkpoint.save_weights(path, state, read)
     assert main([*words, "--run.resume", "true"]) == 0
+
+
+def test_weights_that_share_memory_move_once() -> None:
+    """Two Parameters on one storage, as flattened or loaded weights are."""
+    model = create()
+    first, second = (block.attn.qkv for block in model.blocks)
+    second.weight = nn.Parameter(first.weight.data)
+    assert second.weight is not first.weight
+    wanted = model(images())
+    assert_same_outputs(vr.convert_pairing(model, "half")(images()), wanted)
+
+
+def test_the_default_device_does_not_matter() -> None:
+    model = create()
+    wanted = model(images())
+    with torch.device("meta"):
+        vr.convert_pairing(model, "half")
+        assert vr.pairing_permutation(8, "half", "interleaved").tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert_same_outputs(model(images()), wanted)
+
+
+def test_load_model_brings_a_file_into_the_models_pairing(tmp_path: Path) -> None:
+    path = tmp_path / "half.safetensors"
+    trained = build()
+    wanted = trained(PICTURES)
+    vr.save_model(path, vr.convert_pairing(trained, "half"))
+    model = build(3)
+    nn.init.zeros_(model.head.weight)
+    assert vr.load_model(model, path) is model
+    assert_same_outputs(model(PICTURES), wanted)
+    compiled = torch.compile(build(3))
+    assert vr.load_model(compiled, str(path)) is compiled
+    assert_same_outputs(compiled._orig_mod(PICTURES), wanted)
+    with pytest.raises(ValueError, match=r"half.safetensors does not fit the model: .*head"):
+        vr.load_model(build(5), path)
+    with pytest.raises(ValueError, match=r"is a folder; load_run\(folder\)"):
+        vr.load_model(model, tmp_path)
+    with pytest.raises(ValueError, match="give the model first, then the path"):
+        vr.load_model(path, model)  # type: ignore[type-var]
+    with pytest.warns(UserWarning, match="trained with the position encoding 'rope-vit-mixed', but the model has 'rop"):
+        checkpoint.warn_of_another_kind(
+            build(3, "--model.position", "rope-vit-axial"), {"position": "rope-vit-mixed"}, path
+        )
+    plain = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **{**TINY, "img_size": 64})
+    kept = create("rope-vit-axial", keep_absolute=True)
+    vr.save_model(path, kept)
+    with pytest.warns(UserWarning, match=r"but the model has timm's own; .*add_position\(model, 'rope-vit-axial'\)"):
+        vr.load_model(plain, path)
+
+
+def test_save_model_says_what_is_wrong_with_its_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give the path first, then the model"):
+        vr.save_model(nn.Linear(2, 2), tmp_path / "a.safetensors")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"but there is no folder .*missing; make it first"):
+        vr.save_model(tmp_path / "missing" / "a.safetensors", nn.Linear(2, 2))
+
+
+OTHER_OPTIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("rope-vit-axial", {"base": 10000.0}, {}),
+    ("rope-vit-axial", {"base": 100.5}, {"base": 100.25}),
+    ("eva02", {"reference": [8, 8]}, {}),
+    ("dinov3", {"normalize": "min"}, {}),
+    ("dinov3", {"min_period": 1.0, "max_period": 100.0}, {"min_period": 2.0, "max_period": 200.0}),
+    ("perception-encoder", {"offset": 0.0}, {}),
+    ("alibi", {"distance": "manhattan"}, {"distance": "euclidean"}),
+    ("sinusoidal", {"base": 100.0}, {}),
+]
+
+
+@pytest.mark.parametrize(("position", "theirs", "own"), OTHER_OPTIONS)
+def test_weights_of_an_encoding_with_other_options_are_told(
+    tmp_path: Path, position: str, theirs: dict[str, Any], own: dict[str, Any]
+) -> None:
+    """Fixed frequencies are in no file, so that nothing else would tell."""
+    path = tmp_path / "weights.safetensors"
+
+    def made(options: dict[str, Any]) -> Any:
+        return vr.create_model(
+            "vit_tiny_patch16_224", position, img_size=32, position_options=options, **{**TINY, "embed_dim": 32}
+        )
+
+    vr.save_model(path, made(theirs))
+    for load in (first_weights.load_start, vr.load_model):
+        load(made(theirs), path)
+        with pytest.warns(UserWarning, match=f"other options of the position encoding '{position}'") as caught:
+            load(made(own), path)
+        assert caught[0].filename == __file__, "it points to the caller"
+    state, metadata = checkpoint.load_weights(path)
+    checkpoint.save_weights(path, state, {key: value for key, value in metadata.items() if key != "encoding"})
+    first_weights.load_start(made(own), path)
+
+
+def test_pairing_augmentation_and_extension_are_no_other_options(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    options = {"rescale": 2.0, "pairing": "interleaved"}
+    trained = vr.create_model("vit_tiny_patch16_224", "dinov3", img_size=32, position_options=options, **TINY)
+    vr.save_model(path, vr.set_extension(trained, "pitch"))
+    vr.load_model(vr.create_model("vit_tiny_patch16_224", "dinov3", img_size=32, **TINY), path)
+
+
+def test_an_evaluated_file_of_another_encoding_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    vr.save_model(path, create("rope-vit-axial", keep_absolute=True))
+    for position, message in ((None, "timm's own; .*--position rope-vit-axial"), ("sam2", "but the model has 'sam2'")):
+        theirs = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **{**TINY, "img_size": 64})
+        with pytest.warns(UserWarning, match=message):
+            _load_and_convert(theirs, path, position)
+    # timm's own file loses its absolute embedding, as every conversion has it.
+    checkpoint.save_weights(path, theirs.state_dict() | {"pos_embed": torch.ones(1, 17, TINY["embed_dim"])}, {})
+    theirs = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **{**TINY, "img_size": 64})
+    model: Any = _load_and_convert(theirs, path, "sam2")
+    assert model.pos_embed is None

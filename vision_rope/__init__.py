@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vision_rope.attention import attend, attend_packed
-    from vision_rope.checkpoint import load_run, save_model
+    from vision_rope.checkpoint import load_model, load_run, save_model
     from vision_rope.convert import add_position, convert_pairing, create_model, set_extension
     from vision_rope.linear_attention import linear_attend, performer_projection
     from vision_rope.multimodal import Image, Text, Video, multimodal_positions
@@ -48,7 +48,7 @@ _HOMES = {
     "rope": ("Rope", "extend"),
     "rope_presets": ("preset", "presets"),
     "convert": ("add_position", "convert_pairing", "create_model", "set_extension"),
-    "checkpoint": ("load_run", "save_model"),
+    "checkpoint": ("load_model", "load_run", "save_model"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -69,6 +69,7 @@ __all__ = [
     "extend",
     "grid_positions",
     "linear_attend",
+    "load_model",
     "load_run",
     "merge_order",
     "multimodal_positions",

@@ -10,15 +10,18 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from vision_rope.config import TrainConfig, load_yaml
+from vision_rope.config import TrainConfig, from_yaml, load_yaml
+
+Model = TypeVar("Model", bound=nn.Module)
 
 # torch.compile and DDP put these before the names of the parameters.
 WRAPPER_PREFIXES = ("_orig_mod.", "module.")
@@ -127,25 +130,116 @@ def save_weights(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str,
 def save_model(path: str | Path, model: nn.Module, metadata: Mapping[str, Any] | None = None) -> None:
     """Write a model's weights with its position encoding and pairing, which they do not tell by themselves.
 
-    `model.checkpoint` of a configuration, `load_start` and `vision-rope evaluate --checkpoint` bring them into the
+    `load_model`, `model.checkpoint` of a configuration and `vision-rope evaluate --checkpoint` bring them into the
     pairing of the model that they load them into.
 
     Raises:
-        ValueError: for a path that is no .safetensors file.
+        ValueError: for a path that is no .safetensors file, or whose folder there is not.
     """
+    if not isinstance(path, str | os.PathLike) or not isinstance(model, nn.Module):
+        raise ValueError(
+            f"path is a {type(path).__name__} and model a {type(model).__name__}; give the path first, then the model: "
+            "save_model('weights.safetensors', model)"
+        )
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"path is {path}, but weights are written as .safetensors; give it that ending")
+    if not path.parent.is_dir():
+        raise ValueError(f"path is {path}, but there is no folder {path.parent}; make it first")
     save_weights(path, model.state_dict(), {**(metadata or {}), **describe_position(model)})
 
 
+def load_model(model: Model, path: str | Path) -> Model:
+    """Load a file of `save_model` into a model that is built as the saved one was; every name and shape must match.
+
+    Weights stored in another pairing are brought into the model's. A file of another position encoding, or of the same
+    with other options, is loaded with a warning.
+
+    Returns the model, which is changed in place.
+
+    Raises:
+        ValueError: where the file is missing, damaged or does not fit the model.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(path, str | os.PathLike):
+        raise ValueError(
+            f"model is a {type(model).__name__} and path a {type(path).__name__}; give the model first, then the path: "
+            "load_model(model, 'weights.safetensors')"
+        )
+    if Path(path).is_dir():
+        raise ValueError(f"path is {path}, which is a folder; load_run(folder) loads run folders")
+    state, metadata = load_weights(path)
+    plain: Any = model
+    while hasattr(plain, "_orig_mod") or isinstance(plain, nn.parallel.DistributedDataParallel):
+        plain = plain._orig_mod if hasattr(plain, "_orig_mod") else plain.module
+    warn_of_another_kind(plain, metadata, path)
+    load_strictly(plain, state, path)
+    adopt_pairing(plain, metadata, path)
+    return model
+
+
 def describe_position(model: nn.Module) -> dict[str, str]:
-    """Metadata of a model's weights: position encoding and, of a rotary one, the pairing."""
+    """Metadata of a model's weights: position encoding, its options and, of a rotary one, the pairing."""
     from vision_rope.convert.pairing import pairing_of
 
     backbone: Any = getattr(model, "encoder", model)
-    described = {"position": getattr(backbone, "position_name", None), "pairing": pairing_of(model)}
+    described = {
+        "position": getattr(backbone, "position_name", None),
+        "encoding": _describe_encoding(getattr(backbone, "position", None)),
+        "pairing": pairing_of(model),
+    }
     return {key: value for key, value in described.items() if value is not None}
+
+
+def _describe_encoding(encoding: Any) -> str | None:
+    """The options that weights are bound to, in a line: neither pairing nor extension nor augmentation."""
+    from vision_rope.relative import RelativeEncoding
+    from vision_rope.rope import Rope
+    from vision_rope.sinusoidal import Sinusoidal
+
+    if isinstance(encoding, RelativeEncoding | Sinusoidal):
+        return encoding.extra_repr() or None
+    if not isinstance(encoding, Rope):
+        return None
+    words = [encoding.name]
+    if encoding.ladders is None:
+        words.append("learned")
+    else:
+        ladders = [f"base {l.base:.8g} over {l.pairs} pairs, scale {l.scale:.8g}" for l in encoding.ladders]
+        words += [f"axis {axis}: {text}" for axis, text in enumerate(ladders)]
+    coordinates = encoding.coordinates
+    for name in ("reference", "normalize", "offset"):
+        if value := getattr(coordinates, name):
+            words.append(f"{name} {value}")
+    return "; ".join(words)
+
+
+def warn_of_another_kind(model: Any, metadata: Mapping[str, str], path: str | Path) -> None:
+    """Weights fit a model of another encoding or attention name by name, so that nothing else would tell."""
+    backbone = getattr(model, "encoder", model)
+    trained, own = metadata.get("position"), getattr(backbone, "position_name", None)
+    if own is None and trained not in (None, "learned"):
+        warnings.warn(
+            f"{path} was trained with the position encoding {trained!r}, but the model has timm's own; give it that "
+            f"position: --position {trained}, or vision_rope.add_position(model, {trained!r})",
+            stacklevel=3,
+        )
+    elif own is not None and trained not in (None, own):
+        warnings.warn(
+            f"{path} was trained with the position encoding {trained!r}, but the model has {own!r}", stacklevel=3
+        )
+    elif own is not None and "encoding" in metadata:
+        described = describe_position(backbone).get("encoding")
+        if described not in (None, metadata["encoding"]):
+            warnings.warn(
+                f"{path} was trained with other options of the position encoding {own!r}: {metadata['encoding']}; the "
+                f"model has: {described}",
+                stacklevel=3,
+            )
+    # Attention has no parameters of its own, apart from a random projection.
+    attention = from_yaml(metadata["config"]).model.attention if "config" in metadata else None
+    own = getattr(backbone, "attention_name", None)
+    if attention is not None and own is not None and attention != own:
+        warnings.warn(f"{path} was trained with {attention} attention, but the model has {own} attention", stacklevel=3)
 
 
 def load_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from vision_rope.checkpoint import MASK_TOKEN, adopt_pairing, load_strictly, load_weights, plain_names
+from vision_rope.checkpoint import (
+    MASK_TOKEN,
+    adopt_pairing,
+    load_strictly,
+    load_weights,
+    plain_names,
+    warn_of_another_kind,
+)
 from vision_rope.config import TrainConfig, from_yaml
 from vision_rope.relative_encodings import T5
 from vision_rope.sizes import pixel_size
@@ -36,7 +42,7 @@ def load_start(model: nn.Module, path: str | Path) -> list[str]:
             f"{path} holds the weights of a classifier, but masked prediction starts from those of a masked run; leave "
             "model.checkpoint out, or give task: classification"
         )
-    _warn_of_another_kind(model, metadata, path)
+    warn_of_another_kind(model, metadata, path)
     _check_buckets(model, metadata, path)
     if is_masked and MASK_TOKEN not in own:
         state = {name.removeprefix("encoder."): state[name] for name in state if name.startswith("encoder.")}
@@ -70,21 +76,6 @@ def _load_but_head(model: nn.Module, state: dict[str, Tensor], path: Path, *, is
     fresh = [name for name in names if name in own and (is_masked or _differs(state, own, name))]
     load_strictly(model, {**state, **{name: own[name] for name in fresh}}, path)
     return sorted(fresh)
-
-
-def _warn_of_another_kind(model: Any, metadata: Mapping[str, str], path: str | Path) -> None:
-    """Weights fit a model of another encoding or attention name by name, so that nothing else would tell."""
-    trained = metadata.get("position")
-    own = getattr(getattr(model, "encoder", model), "position_name", None)
-    if trained is not None and trained != own:
-        warnings.warn(
-            f"{path} was trained with the position encoding {trained!r}, but the model has {own!r}", stacklevel=3
-        )
-    # Attention has no parameters of its own, apart from a random projection.
-    attention = from_yaml(metadata["config"]).model.attention if "config" in metadata else None
-    own = getattr(getattr(model, "encoder", model), "attention_name", None)
-    if attention is not None and own is not None and attention != own:
-        warnings.warn(f"{path} was trained with {attention} attention, but the model has {own} attention", stacklevel=3)
 
 
 def _check_buckets(model: Any, metadata: Mapping[str, str], path: Path) -> None:

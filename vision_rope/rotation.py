@@ -137,10 +137,12 @@ def pairing_permutation(head_dim: int, source: Pairing, target: Pairing) -> Tens
             + ("even" if unit == 2 else "a multiple of 4 for half-per-axis")
         )
 
-    def channels(pairing: Pairing) -> Tensor:
-        return rearrange(pairs_of(torch.arange(head_dim), pairing), "groups two pairs -> (groups pairs two)")
+    index = torch.arange(head_dim, device="cpu")
 
-    permutation = torch.empty(head_dim, dtype=torch.int64)
+    def channels(pairing: Pairing) -> Tensor:
+        return rearrange(pairs_of(index, pairing), "groups two pairs -> (groups pairs two)")
+
+    permutation = torch.empty_like(index)
     permutation[channels(target)] = channels(source)
     return permutation
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from vision_rope.checkpoint import adopt_pairing, load_run, load_strictly, load_weights
+from vision_rope.checkpoint import adopt_pairing, load_run, load_strictly, load_weights, warn_of_another_kind
 from vision_rope.config import DataConfig, TrainConfig
 from vision_rope.data import open_dataset, take_evenly
 from vision_rope.results import UNTRAINED
@@ -184,16 +184,21 @@ def _build_timm(name: str, num_classes: int, pretrained: bool, options: dict[str
 def _load_and_convert(model: nn.Module, checkpoint: str | Path | None, position: str | None) -> nn.Module:
     """Weights whose names are those of timm's model are loaded before the conversion, others after it.
 
-    Those stored in another pairing than the model's are brought into it.
+    Those stored in another pairing than the model's are brought into it. An absolute embedding that was trained beside
+    another encoding stays in the model; that of timm's model goes, as in every conversion.
     """
     import vision_rope
 
     state, metadata = load_weights(checkpoint) if checkpoint else (None, {})
+    held = set(state or ())
     if state is not None and set(state) == set(model.state_dict()):
         load_strictly(model, state, str(checkpoint))
         state = None
     if position is not None:
-        model = vision_rope.add_position(model, position)
+        beside = metadata.get("position", "learned") != "learned" and "pos_embed" in held
+        keeps = beside and position != "learned" and getattr(model, "pos_embed", None) is not None
+        model = vision_rope.add_position(model, position, keep_absolute=keeps)
+    warn_of_another_kind(model, metadata, str(checkpoint))
     if state is not None:
         load_strictly(model, state, str(checkpoint))
     adopt_pairing(model, metadata, str(checkpoint))

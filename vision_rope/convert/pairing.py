@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -90,17 +90,21 @@ def rotary_parts(model: nn.Module) -> list[Any]:
 
 def _reorder(parts: list[tuple[PositionedModel, Pairing, Pairing]]) -> None:
     """Permute the weights of each part from one pairing to another; all are checked before the first is changed."""
-    changes: dict[int, tuple[Tensor, Tensor]] = {}
+    changes: dict[Hashable, tuple[Tensor, Tensor]] = {}
     for part, source, target in parts:
         if source == target:
             continue
         for name, layer in part.named_modules():
             if isinstance(layer, PositionedAttention):
-                # By identity: tied weights are permuted once.
-                changes |= {id(change[0]): change for change in _changes(name, layer, source, target)}
+                changes |= {_memory(change[0]): change for change in _changes(name, layer, source, target)}
     with torch.no_grad():
         for tensor, order in changes.values():
             tensor.copy_(tensor[order.to(tensor.device)])
+
+
+def _memory(tensor: Tensor) -> Hashable:
+    """Where a tensor lies: tied weights are one Parameter, or several that share memory, and are permuted once."""
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 
 def _changes(
@@ -112,7 +116,9 @@ def _changes(
         yield matrix, pairing_permutation(len(matrix), source, target)
         return
     channels = pairing_permutation(layer.head_dim, source, target)
-    rows = torch.arange(3 * layer.num_heads * layer.head_dim).unflatten(0, (3, layer.num_heads, layer.head_dim))
+    # On the CPU whatever the default device, as all orders are; meta would have no numbers.
+    rows = torch.arange(3 * layer.num_heads * layer.head_dim, device="cpu")
+    rows = rows.unflatten(0, (3, layer.num_heads, layer.head_dim))
     order = torch.cat((rows[:2][..., channels], rows[2:])).flatten()
     leaves = dict(_tensors(layer.qkv))
     if not isinstance(layer.qkv, nn.Linear) or not {"weight"} <= leaves.keys() <= {"weight", "bias"}:
