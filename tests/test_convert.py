@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from timm.layers import set_fused_attn
+from timm.layers import set_fused_attn, set_reentrant_ckpt
 from timm.models.vision_transformer import ParallelThingsBlock, ResPostBlock
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 from torch import Tensor, nn
@@ -1434,3 +1434,47 @@ def test_traced_models_follow_the_size(position: str) -> None:
     for rows, columns in ((4, 4), (3, 5), (5, 3)):
         x = images(rows, columns)
         assert_close(traced(x), model(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_timms_reentrant_checkpoints_are_not_taken(position: str) -> None:
+    """They would walk the graph of learned positions, which all blocks share, once a block."""
+    model = build(position=position)
+    x = images(3, 4)
+    wanted = _train_step(model, x)
+    model.set_grad_checkpointing()
+    set_reentrant_ckpt(True)
+    try:
+        got = _train_step(model, x)
+    finally:
+        set_reentrant_ckpt(False)
+    for name, gradient in wanted[1].items():
+        assert torch.equal(got[1][name], gradient), name
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("train", [False, True])
+def test_a_batch_of_no_images(position: str, train: bool) -> None:
+    """Failure class 31: timm's own model takes one."""
+    model = build(position=position).train(train)
+    x = images(3, 4)[:0]
+    out = model(x)
+    assert out.shape == (0, TINY["num_classes"])
+    out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("name", "no_embed_class"),
+    [("vit_tiny_patch16_224", False), ("vit_tiny_patch16_224", True), ("deit_tiny_distilled_patch16_224", False)],
+)
+def test_learned_embeddings_are_added_as_timm_adds_them(name: str, no_embed_class: bool) -> None:
+    registers = {} if "distilled" in name else {"reg_tokens": 2}
+    torch.manual_seed(0)
+    theirs = timm.create_model(
+        name, img_size=64, dynamic_img_size=True, no_embed_class=no_embed_class, **registers, **TINY
+    ).eval()
+    nn.init.normal_(theirs.pos_embed)
+    model = vr.add_position(copy.deepcopy(theirs), "learned")
+    for size in ((4, 4), (3, 5)):
+        x = images(*size)
+        assert torch.equal(model(x), theirs(x))

@@ -366,3 +366,13 @@ def test_masked_prediction_and_starts_from_other_attention(pictures: str, tmp_pa
     linear = build_model(configure(pictures, tmp_path / "linear"), 2)
     with pytest.warns(UserWarning, match="was trained with softmax attention, but the model has linear attention"):
         load_start(linear, tmp_path / "softmax.safetensors")
+
+
+def test_the_advice_about_temperature_is_not_circular() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=24, num_heads=2)
+    model = vr.add_position(model, "sam2", attention="linear")
+    with pytest.raises(ValueError, match=r"which has none; give temperature=0$"):
+        vr.set_extension(model, "ntk-by-parts", temperature=0.1)
+    with pytest.raises(ValueError, match=r"give temperature=0, or choose ntk-by-parts without temperature$"):
+        vr.set_extension(model, "yarn")
+    vr.set_extension(model, "ntk-by-parts", temperature=0)

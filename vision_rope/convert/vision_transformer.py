@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from timm.layers import Attention, Format, PatchDropout, PatchDropoutWithIndices, PatchEmbed, resample_abs_pos_embed
-from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vision_rope.convert.blocks import BLOCKS, AnySizePatchEmbed, Position, PositionedAttention, attention_layers
 from vision_rope.convert.linear import make_linear
@@ -55,6 +55,7 @@ class PositionedModel(nn.Module):
     norm_pre: nn.Module
     norm: nn.Module
     num_prefix_tokens: int
+    no_embed_class: bool
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Shapes: images (batch, channels, height, width) -> tokens (batch, prefix + rows * columns, dim).
@@ -165,9 +166,10 @@ class PositionedModel(nn.Module):
         # A grid that needs extension, so that options are checked now and not in the first forward pass that needs it.
         extension = self.position.extension_for(method, train_size=grid, size=[2 * length for length in grid], **knobs)
         if self.attention_name == "linear" and extension is not None and extension.attention_scale != 1.0:
+            other = "" if method == "ntk-by-parts" else ", or choose ntk-by-parts without temperature"
             raise ValueError(
                 f"{method} changes the temperature of the softmax and the model's attention is linear, which has none; "
-                "give temperature=0, or choose a method without temperature, such as ntk-by-parts"
+                f"give temperature=0{other}"
             )
         self.extension = (method, grid, knobs)
 
@@ -222,11 +224,23 @@ class PositionedModel(nn.Module):
         rows, columns = x.shape[1:3]
         if isinstance(self.position, Sinusoidal):
             x = x + self.position(rows, columns, device=x.device).to(x.dtype).unflatten(0, (rows, columns))
-        if self.pos_embed is not None:
-            return super()._pos_embed(x)  # type: ignore[misc]
         tokens = (self.cls_token, getattr(self, "dist_token", None), self.reg_token)
         prefix = [token.expand(x.shape[0], -1, -1) for token in tokens if token is not None]
-        return self.pos_drop(torch.cat((*prefix, x.flatten(1, 2)), dim=1))
+        x = x.flatten(1, 2)
+        if self.pos_embed is None:
+            return self.pos_drop(torch.cat((*prefix, x), dim=1))
+        # Not by timm's method, whose x.view(batch, -1, dim) takes no batch of 0 images.
+        embedding = resample_abs_pos_embed(
+            self.pos_embed,
+            [rows, columns],
+            list(self.patch_embed.grid_size),
+            num_prefix_tokens=0 if self.no_embed_class else self.num_prefix_tokens,
+        )
+        if self.no_embed_class:
+            x = x + embedding
+        # A copy in another layout would change the last bits of what follows.
+        x = torch.cat((*prefix, x), dim=1) if prefix else x
+        return self.pos_drop(x if self.no_embed_class else x + embedding)
 
     def _positions(self, grid: tuple[int, int], kept: Tensor | None, device: torch.device) -> Sequence[Position | None]:
         """What each block gets, for the patches that are left (kept: (batch, patches) indices; None: all)."""
@@ -269,7 +283,8 @@ class PositionedModel(nn.Module):
         position: Position | None,
     ) -> Tensor:
         if self.grad_checkpointing and not torch.jit.is_scripting():
-            return checkpoint(block, x, attn_mask, is_causal, position)
+            # All blocks share the graph of learned positions, which reentrant checkpoints would walk once a block.
+            return checkpoint(block, x, attn_mask, is_causal, position, use_reentrant=False)
         return block(x, attn_mask, is_causal, position)
 
     def _check_image_size(self, images: Tensor) -> None:
