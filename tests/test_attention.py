@@ -88,3 +88,13 @@ def test_the_tensor_that_does_not_fit_is_named():
         vr.attend_packed(q, q[:, :, 1:], q, LENGTHS)
     with pytest.raises(ValueError, match=r"must be \(..., heads, 18, head_dim\)"):
         vr.attend_packed(q[0, 0], q[0, 0], q[0, 0], LENGTHS)
+
+
+@pytest.mark.parametrize("lengths", [[0, 24, 45], [24, 45]])
+def test_cumulative_lengths_are_told_from_lengths(lengths: list[int]) -> None:
+    x = torch.zeros(1, 2, 45, 4)
+    with pytest.raises(ValueError, match="cumulative lengths, as flash-attention takes them, are no lengths"):
+        vr.attend_packed(x, x, x, lengths)
+    for wrong in ([45, 24], [45, 45], [46]):
+        with pytest.raises(ValueError, match=r"one after the other$"):
+            vr.attend_packed(x, x, x, wrong)

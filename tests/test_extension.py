@@ -557,3 +557,12 @@ def test_options_reach_a_model(method, knobs):
             assert torch.equal(model(small), plain)
             outputs.append(model(large))
     assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_options_behind_colons_are_keyword_arguments_in_python() -> None:
+    rope = vr.preset("rope-vit-axial")
+    with pytest.raises(ValueError, match=r"in Python they are keyword arguments: 'yarn', beta_fast=16, beta_slow=2$"):
+        vr.extend(rope, "yarn:beta_fast=16:beta_slow=2", train_size=(4, 4), size=(8, 8))
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=24, num_heads=2)
+    with pytest.raises(ValueError, match=r"keyword arguments: 'yarn', beta_fast=16$"):
+        vr.set_extension(vr.add_position(model, "sam2"), "yarn:beta_fast=16")

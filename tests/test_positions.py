@@ -236,3 +236,14 @@ def test_centred_and_stretched_positions_in_any_number_of_axes(size):
 def test_more_bad_input_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call(vr.grid_positions(5, 3))
+
+
+def test_what_is_no_tensor_of_positions_is_refused() -> None:
+    for call, words in (
+        (lambda: vr.pack_positions([(4, 6)]), r"positions\[0\] is \(4, 6\); it must be a tensor \(tokens, axes\)"),
+        (lambda: vr.pad_positions([vr.grid_positions(2), (4, 6)]), r"positions\[1\] is \(4, 6\)"),
+        (lambda: vr.with_prefix((2, 2), 1), r"positions is \(2, 2\); .* grid_positions\(4, 6\)"),
+        (lambda: vr.with_prefix(torch.zeros(3), 1), r"positions has shape \(3,\); it must be a tensor"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()

@@ -455,3 +455,30 @@ def test_v_jepa2_leaves_the_documented_rest_unrotated(head_dim, rest):
 def test_presets_without_a_grid_of_images_are_refused_by_timm_models(name):
     with pytest.raises(ValueError, match=rf"{name}.* has axes [13] and the model needs 2; choose a 2D preset"):
         vr.create_model("vit_tiny_patch16_224", position=name, depth=1, num_classes=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("rope-vit-axial", {"head_dim": "64"}, "head_dim is '64'; it must be a positive integer"),
+        ("rope-vit-axial", {"head_dim": 64.0}, "head_dim is 64.0; it must be a positive integer"),
+        ("rope-vit-mixed", {"num_heads": True}, "num_heads is True; it must be a positive integer"),
+        ("rope-vit-mixed", {"depth": None}, "depth is None; it must be a positive integer"),
+        (
+            "perception-encoder",
+            {"reference": True},
+            r"reference is True; it must be a grid of tokens \(rows, columns\)",
+        ),
+        ("eva02", {"reference": 16}, r"reference is 16; .* for instance \(16, 16\)"),
+        ("eva02", {"reference": "ab"}, "reference is 'ab'"),
+        (
+            "rope-vit-mixed",
+            {"heads": 6},
+            "head_dim, num_heads, depth, base, pairing, generator; did you mean 'num_heads'",
+        ),
+        ("llama", {"pairing": "halves"}, "pairing is 'halves'; choose one of interleaved, .*; did you mean 'half'"),
+    ],
+)
+def test_wrong_values_are_named_with_the_rule(name: str, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        vr.preset(name, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -81,11 +82,20 @@ def _check_lengths(lengths: Sequence[int], tensors: dict[str, Tensor]) -> list[i
     except TypeError as error:
         raise ValueError(f"lengths is {lengths!r}; it must be a sequence of whole numbers, one a sequence") from error
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"lengths is {sizes}; there must be at least one sequence, and one token in each")
+        raise ValueError(
+            f"lengths is {sizes}; there must be at least one sequence, and one token in each{_hint(sizes)}"
+        )
     for name, x in tensors.items():
         if x.ndim < 3 or x.shape[-2] != sum(sizes):
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)} and lengths {sizes} add up to {sum(sizes)}; it must be "
-                f"(..., heads, {sum(sizes)}, head_dim), the sequences one after the other"
+                f"(..., heads, {sum(sizes)}, head_dim), the sequences one after the other{_hint(sizes)}"
             )
     return sizes
+
+
+def _hint(sizes: list[int]) -> str:
+    """End of a message where lengths may be sums of lengths; nothing where they do not grow."""
+    if len(sizes) < 2 or any(first >= second for first, second in pairwise(sizes)):
+        return ""
+    return "; cumulative lengths, as flash-attention takes them, are no lengths: give the differences between them"

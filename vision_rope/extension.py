@@ -140,6 +140,12 @@ class Extension:
 def check_name(name: str) -> None:
     """Raise ValueError for a method that does not exist, naming the nearest."""
     if name not in EXTENSIONS:
+        method, colon, options = str(name).partition(":")
+        if colon:
+            raise ValueError(
+                f"method is {name!r}; options behind colons are for flags and configurations, in Python they are "
+                f"keyword arguments: {method!r}, {options.replace(':', ', ') or 'option=value'}"
+            )
         hint = did_you_mean(name, EXTENSIONS)
         raise ValueError(f"method is {name!r}; the context-extension methods are {', '.join(EXTENSIONS)}{hint}")
 

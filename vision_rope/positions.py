@@ -75,6 +75,7 @@ def with_prefix(positions: Tensor, count: int, where: Literal["front", "end"] = 
     Shapes: (..., tokens, axes) -> (..., count + tokens, axes).
     Raises: ValueError for a negative count or an unknown `where`.
     """
+    _check_tensor("positions", positions)
     if count < 0:
         raise ValueError(f"count is {count}; the number of prefix tokens must be zero or more")
     if where not in ("front", "end"):
@@ -352,7 +353,18 @@ def _check_size(size: Sequence[int]) -> None:
             raise ValueError(f"a grid of {tuple(size)} tokens is not possible: every length must be a positive integer")
 
 
+def _check_tensor(name: str, positions: Tensor) -> None:
+    if not isinstance(positions, Tensor) or positions.ndim < 2:
+        given = tuple(positions.shape) if isinstance(positions, Tensor) else positions
+        what = f"has shape {given}" if isinstance(positions, Tensor) else f"is {given!r}"
+        raise ValueError(
+            f"{name} {what}; it must be a tensor (tokens, axes), for instance grid_positions(4, 6) for a grid of 4 x 6"
+        )
+
+
 def _check_samples(positions: Sequence[Tensor]) -> None:
+    for index, sample in enumerate(positions):
+        _check_tensor(f"positions[{index}]", sample)
     if not len(positions):
         raise ValueError("positions is empty; give the positions of at least one sample")
     shapes = [tuple(sample.shape) for sample in positions]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from vision_rope.frequencies import Ladder, axial_ladders, check_head_dim, mixed
 from vision_rope.positions import Coordinates, Normalize
 from vision_rope.rope import Rope
 from vision_rope.rope_presets_video import build_qwen2_vl, build_qwen3_vl, build_v_jepa2, build_videorope
-from vision_rope.rotation import Pairing
+from vision_rope.rotation import PAIRINGS, Pairing
 from vision_rope.suggestion import did_you_mean
 
 
@@ -122,7 +122,7 @@ def _eva02(
     Source: Fang et al., EVA-02 (arXiv 2303.11331).
     """
     ladders = axial_ladders(head_dim, base, columns_first=False)
-    coordinates = Coordinates(reference=tuple(reference))
+    coordinates = Coordinates(reference=_check_reference(reference))
     return Rope(
         head_dim=head_dim,
         axes=2,
@@ -209,7 +209,7 @@ def _perception_encoder(
     Source: Bolya et al., Perception Encoder (arXiv 2504.13181), architecture of its vision encoder.
     """
     ladders = axial_ladders(head_dim, base, columns_first=True)
-    coordinates = Coordinates(reference=None if reference is None else tuple(reference), offset=offset)
+    coordinates = Coordinates(reference=None if reference is None else _check_reference(reference), offset=offset)
     return Rope(
         head_dim=head_dim,
         axes=2,
@@ -297,6 +297,15 @@ def _qwen2_vl_vision(
     return Rope(head_dim=head_dim, axes=2, pairing=pairing, ladders=ladders, depth=depth, name="qwen2-vl-vision")
 
 
+def _check_reference(reference: Sequence[int]) -> tuple[int, ...]:
+    lengths = list(reference) if isinstance(reference, Iterable) else []
+    if len(lengths) != 2 or any(isinstance(length, bool) or not isinstance(length, int | float) for length in lengths):
+        raise ValueError(
+            f"reference is {reference!r}; it must be a grid of tokens (rows, columns), for instance (16, 16)"
+        )
+    return tuple(lengths)
+
+
 @dataclass(frozen=True)
 class Preset:
     """A row of PRESETS: one line about the method, and the function that builds it."""
@@ -344,16 +353,22 @@ def preset(name: str, head_dim: int = 64, num_heads: int = 1, depth: int = 1, **
     """
     if name not in PRESETS:
         raise ValueError(f"preset is {name!r}; the presets are {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}")
-    for what, count in (("num_heads", num_heads), ("depth", depth)):
-        if count < 1:
-            raise ValueError(f"{what} is {count}; it must be a positive integer")
-    known = PRESETS[name].options()
-    for option in options:
-        if option not in known:
+    shape = {"head_dim": head_dim, "num_heads": num_heads, "depth": depth}
+    for what, count in shape.items():
+        # Which heads divide into pairs, and the nearest that does, depends on the preset.
+        if isinstance(count, bool) or not hasattr(count, "__index__") or (count < 1 and what != "head_dim"):
+            raise ValueError(f"{what} is {count!r}; it must be a positive integer")
+    own = PRESETS[name].options()
+    known = [*shape, *own]
+    for option, value in options.items():
+        if option not in own:
             raise ValueError(
                 f"preset {name!r} has no option {option!r}; its options are {', '.join(known)}"
                 f"{did_you_mean(option, known)}"
             )
+        if option == "pairing" and value not in PAIRINGS:
+            hint = did_you_mean(value, PAIRINGS)
+            raise ValueError(f"pairing is {value!r}; choose one of {', '.join(PAIRINGS)}{hint}")
     return PRESETS[name].build(head_dim, num_heads, depth, **options)
 
 
