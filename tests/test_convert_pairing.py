@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import vision_rope as vr
-from vision_rope import checkpoint, first_weights
+from vision_rope import checkpoint, first_weights, weight_metadata
 from vision_rope.config import load_config, to_yaml
 from vision_rope.convert.pairing import pairing_of, reorder_weights, rotary_parts
 from vision_rope.linear_attention import FEATURE_MAPS
@@ -328,7 +328,7 @@ def test_models_without_a_rope_have_no_pairing(tmp_path: Path) -> None:
     vr.save_model(path, learned)
     assert checkpoint.load_weights(path)[1] == {"position": "learned"}
     reorder_weights(learned, "half")
-    assert checkpoint.describe_position(nn.Linear(2, 2)) == {}
+    assert weight_metadata.describe_position(nn.Linear(2, 2)) == {}
 
 
 def test_a_masked_file_of_another_pairing_starts_models(tmp_path: Path) -> None:
@@ -359,9 +359,9 @@ def test_run_folders_load_weights_of_another_pairing(tmp_path: Path) -> None:
     assert pairing_of(run.model) == "interleaved", "as its configuration says"
     metadata = checkpoint.load_weights(tmp_path / "best.safetensors")[1]
     with pytest.raises(ValueError, match=r"pairing 'half' and the run's model has 'interleaved'.* model\.checkpoint"):
-        checkpoint.check_pairing(run.model, metadata, "last")
-    checkpoint.check_pairing(trained, metadata, "last")
-    checkpoint.check_pairing(run.model, {}, "last")
+        weight_metadata.check_pairing(run.model, metadata, "last")
+    weight_metadata.check_pairing(trained, metadata, "last")
+    weight_metadata.check_pairing(run.model, {}, "last")
 
 
 @pytest.mark.parametrize("keep_absolute", [False, True])
@@ -449,7 +449,7 @@ def test_load_model_brings_a_file_into_the_models_pairing(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="give the model first, then the path"):
         vr.load_model(path, model)  # type: ignore[type-var]
     with pytest.warns(UserWarning, match="trained with the position encoding 'rope-vit-mixed', but the model has 'rop"):
-        checkpoint.warn_of_another_kind(
+        weight_metadata.warn_of_another_kind(
             build(3, "--model.position", "rope-vit-axial"), {"position": "rope-vit-mixed"}, path
         )
     plain = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **{**TINY, "img_size": 64})

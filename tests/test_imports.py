@@ -51,6 +51,7 @@ ORDER = [
     "losses",
     "metrics",
     "parallel",
+    "weight_metadata",
     "checkpoint",
     "first_weights",
     "optimization",

@@ -8,17 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vision_rope.checkpoint import (
-    MASK_TOKEN,
-    adopt_pairing,
-    load_strictly,
-    load_weights,
-    plain_names,
-    warn_of_another_kind,
-)
+from vision_rope.checkpoint import MASK_TOKEN, load_strictly, load_weights, plain_names
 from vision_rope.config import TrainConfig, from_yaml
 from vision_rope.relative_encodings import T5
 from vision_rope.sizes import pixel_size
+from vision_rope.weight_metadata import adopt_pairing, warn_of_another_kind
 
 
 def load_start(model: nn.Module, path: str | Path) -> list[str]:

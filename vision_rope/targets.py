@@ -12,12 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from vision_rope.checkpoint import adopt_pairing, load_run, load_strictly, load_weights, warn_of_another_kind
+from vision_rope.checkpoint import load_run, load_strictly, load_weights
 from vision_rope.config import DataConfig, TrainConfig
 from vision_rope.data import open_dataset, take_evenly
 from vision_rope.results import UNTRAINED
 from vision_rope.sizes import largest_size
 from vision_rope.tasks import Classification, Task, create_task
+from vision_rope.weight_metadata import adopt_pairing, warn_of_another_kind
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vision_rope import checkpoint
+from vision_rope import checkpoint, weight_metadata
 from vision_rope.config import (
     TrainConfig,
     load_config,
@@ -315,7 +315,7 @@ class Trainer:
             self.best = row
         if self.world.is_main:
             metadata = {
-                **checkpoint.describe_position(self.model),
+                **weight_metadata.describe_position(self.model),
                 "config": to_yaml(self.config),
                 "classes": self.classes,
                 "epoch": self.epoch,
@@ -340,11 +340,11 @@ class Trainer:
         assert last is not None, "check_output has looked for it"
         state = checkpoint.load_state(last / "state.pt")
         weights, metadata = checkpoint.load_weights(last / "model.safetensors")
-        checkpoint.check_pairing(self.model, metadata, last / "model.safetensors")
+        weight_metadata.check_pairing(self.model, metadata, last / "model.safetensors")
         checkpoint.load_strictly(self.model, weights, last)
         if self.ema is not None:
             averaged, metadata = checkpoint.load_weights(last / "ema.safetensors")
-            checkpoint.check_pairing(self.model, metadata, last / "ema.safetensors")
+            weight_metadata.check_pairing(self.model, metadata, last / "ema.safetensors")
             checkpoint.load_strictly(self.ema.module, averaged, last)
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.updates, self.best = state["epoch"], state["updates"], state["best"]
