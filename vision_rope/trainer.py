@@ -16,11 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_rope import checkpoint, weight_metadata
-from vision_rope.config import (
-    TrainConfig,
-    load_config,
-    to_yaml,
-)
+from vision_rope.config import TrainConfig, load_config, to_yaml
 from vision_rope.optimization import create_optimizer, create_schedule
 from vision_rope.parallel import Distributed, choose_device, choose_precision, distributed
 from vision_rope.preparation import build_start, check_sweep, create_loaders
