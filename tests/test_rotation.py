@@ -204,7 +204,7 @@ def test_compiled_and_exported_graphs_hold_no_complex_numbers(pairing):
 
     class Turn(torch.nn.Module):
         def forward(self, x, cos, sin):
-            return vr.rotate(x, vr.Rotation(cos, sin, pairing))
+            return vr.rotate(x, vr.Rotation(cos, sin, pairing), overwrite=True)
 
     rotation, angle = make_rotation(pairing=pairing)
     x = torch.randn(2, 3, 6, 8)

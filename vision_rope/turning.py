@@ -255,7 +255,7 @@ def _has_tangent(x: Tensor, tables: Tables) -> bool:
 
 def _may_write(x: Tensor, tables: Tables) -> bool:
     """Whether nobody needs x as it is, and no two elements share memory."""
-    if _needs_gradient(x, tables) or _has_tangent(x, tables):
+    if not is_eager(x) or _needs_gradient(x, tables) or _has_tangent(x, tables):
         return False
     if x.is_inference() and not torch.is_inference_mode_enabled():
         return False
