@@ -20,7 +20,7 @@ $(VENV)/dev.stamp: pyproject.toml
 train: $(VENV)/train.stamp  ## train the default configuration, evaluate it at sizes it never saw
 	$(BIN)/python train.py --config configs/default.yaml
 
-test: $(VENV)/dev.stamp  ## run the tests (about 4 minutes on 2 cores)
+test: $(VENV)/dev.stamp  ## run the tests (about 6 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-all: $(VENV)/dev.stamp  ## run the slow tests too
