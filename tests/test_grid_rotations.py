@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 import vision_rope as vr
@@ -120,3 +121,25 @@ def test_function_transforms_go_through_models_and_leave_nothing(name):
     torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (x,)).sum())(parameters)
     model(x)
     pickle.dumps([rotation.cos for rotation in model.position.grid_rotations(4, 4, num_prefix_tokens=1)])
+
+
+# torch itself scripts functions for forward mode
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+def test_tangents_of_learned_frequencies():
+    """Forward mode without a function transform, where no gradient is asked for, against a difference quotient."""
+    rope = vr.preset("rope-vit-mixed", head_dim=8)
+    frequencies = rope.frequencies.detach().clone()
+    step = 1e-3 * torch.ones_like(frequencies)
+
+    def cosines(values):
+        with torch.no_grad():
+            rope.frequencies.copy_(values)
+        return rope.grid_rotations(3, 2, num_prefix_tokens=1)[0].cos
+
+    difference = cosines(frequencies + step) - cosines(frequencies - step)
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(frequencies, step)
+        del rope.learned_frequencies
+        rope.learned_frequencies = dual
+        tangent = forward_ad.unpack_dual(rope.grid_rotations(3, 2, num_prefix_tokens=1)[0].cos).tangent
+    assert_close(2 * tangent, difference, atol=1e-5, rtol=1e-3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
+import importlib.util
 import random
 import types
 
@@ -12,6 +12,7 @@ import torch
 from torch.testing import assert_close
 
 import vision_rope as vr
+from vision_rope.video.sam2 import ultralytics_module
 
 RANDOM_GRIDS = [(random.Random(i).randint(1, 24), random.Random(100 + i).randint(1, 24)) for i in range(6)]
 
@@ -62,20 +63,15 @@ def test_timm_dinov3_on_random_grids(grid, normalize):
 
 
 @pytest.mark.integration
-def test_ultralytics_axial_on_random_grids(tmp_path, monkeypatch):
-    pytest.importorskip("ultralytics", reason="needs the extra: pip install 'vision-rope[ultralytics]'")
-    import warnings
-
-    monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))
-    assert os.environ["YOLO_OFFLINE"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ultralytics' own import warns on some platforms
-        from ultralytics.models.sam.modules.utils import apply_rotary_enc, compute_axial_cis
+def test_ultralytics_axial_on_random_grids():
+    if importlib.util.find_spec("ultralytics") is None:
+        pytest.skip("needs the extra: pip install 'vision-rope[ultralytics]'")
+    peer = ultralytics_module("models.sam.modules.utils")
     rope = vr.preset("sam2", head_dim=32)
     for rows, columns in RANDOM_GRIDS:
-        cis = compute_axial_cis(dim=32, end_x=columns, end_y=rows)
+        cis = peer.compute_axial_cis(dim=32, end_x=columns, end_y=rows)
         q = torch.randn(2, 3, rows * columns, 32)
-        expected, _ = apply_rotary_enc(q, q, freqs_cis=cis)
+        expected, _ = peer.apply_rotary_enc(q, q, freqs_cis=cis)
         assert_close(vr.rotate(q, rope(rope.positions(rows, columns))), expected, atol=2e-5, rtol=1e-5)
 
 

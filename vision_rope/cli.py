@@ -201,12 +201,11 @@ def _add_benchmark(commands: Any) -> None:
         kind = kinds.add_parser(name, help=row.summary, description=f"Measure {row.summary}.")
         row.add_flags(kind)
         add = kind.add_argument
-        add("--rounds", type=int, default=15, help="rounds of each comparison (default 15)")
-        add("--threads", type=int, default=1, help="threads of torch on a CPU (default 1)")
-        add("--seed", type=int, default=0, help="seed of the order within rounds (default 0)")
-        add("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default auto)")
-        add("--out", help="folder for the results (default runs/benchmark)")
-        add("--no-progress", action="store_true", help="no progress bar")
+        add("--rounds", type=int, default=15, help="rounds of each comparison [15]")
+        add("--threads", type=int, default=1, help="threads of torch on a CPU [1]")
+        add("--seed", type=int, default=0, help="seed of the order within rounds [0]")
+        add("--out", help="folder for the results [runs/benchmark]")
+        _add_device(kind)
         kind.set_defaults(run=lambda parsed: run_benchmark(parsed, parsed.words), parser=kind)
 
 
@@ -214,9 +213,14 @@ def _add_computing(parser: Any) -> None:
     """Flags of commands that run a model: where and how it computes."""
     add = parser.add_argument
     add("--workers", type=int, default=2, help="loader processes [2]")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps [auto]")
     add("--precision", default="auto", choices=["auto", "fp32", "bf16"], help="[auto: bf16 where it is fast]")
-    add("--no-progress", action="store_true", help="no progress bar")
+    _add_device(parser)
+
+
+def _add_device(parser: Any) -> None:
+    """Flags of commands that compute for a while."""
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps [auto]")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
 def _train(words: Sequence[str]) -> int:

@@ -160,9 +160,9 @@ class Rope(nn.Module):
             frequencies = self._extended_frequencies(device, chosen)
             scale = 1.0 if chosen is None else chosen.attention_scale
             by_axis = frequencies.unsqueeze(-2).unbind(-3)
-            turns = torch.cat([axis.unsqueeze(-1) * f for axis, f in zip(axes, by_axis, strict=True)], dim=-2)
-            tables = outer_rotations(turns, size, self.pairing, num_prefix_tokens, scale)
-        rotations = tables * (self.depth // len(tables))
+            angle = torch.cat([axis.unsqueeze(-1) * f for axis, f in zip(axes, by_axis, strict=True)], dim=-2)
+            by_layer = outer_rotations(angle, size, self.pairing, num_prefix_tokens, scale)
+        rotations = by_layer * (self.depth // len(by_layer))
         # A fake tensor, which tools trace with, would outlive its tool.
         if key is not None and type(rotations[0].cos) is Tensor:
             self._kept = (key, rotations)

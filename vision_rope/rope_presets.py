@@ -49,6 +49,22 @@ def _build_line(name: str, head_dim: int, depth: int, base: float, pairing: Pair
     return Rope(head_dim=head_dim, axes=1, pairing=pairing, ladders=[line], depth=depth, name=name)
 
 
+def _build_axial(
+    name: str,
+    head_dim: int,
+    depth: int,
+    base: float,
+    pairing: Pairing,
+    *,
+    columns_first: bool,
+    coordinates: Coordinates | None = None,
+) -> Rope:
+    ladders = axial_ladders(head_dim, base, columns_first=columns_first)
+    return Rope(
+        head_dim=head_dim, axes=2, pairing=pairing, ladders=ladders, depth=depth, coordinates=coordinates, name=name
+    )
+
+
 def _rope_vit_axial(
     head_dim: int, num_heads: int, depth: int, *, base: float = 100.0, pairing: Pairing = "interleaved"
 ) -> Rope:
@@ -58,8 +74,7 @@ def _rope_vit_axial(
     Compatible with: naver-ai/rope-vit's axial models, timm's vit_*_patch16_rope_224.
     Source: Heo et al. (arXiv 2403.13298), section 3.2.
     """
-    ladders = axial_ladders(head_dim, base, columns_first=True)
-    return Rope(head_dim=head_dim, axes=2, pairing=pairing, ladders=ladders, depth=depth, name="rope-vit-axial")
+    return _build_axial("rope-vit-axial", head_dim, depth, base, pairing, columns_first=True)
 
 
 def _rope_vit_mixed(
@@ -102,8 +117,7 @@ def _sam2(
     Compatible with: SAM 2's memory attention (Meta's and Ultralytics').
     Source: Ravi et al., SAM 2 (arXiv 2408.00714), appendix D.1.
     """
-    ladders = axial_ladders(head_dim, base, columns_first=True)
-    return Rope(head_dim=head_dim, axes=2, pairing=pairing, ladders=ladders, depth=depth, name="sam2")
+    return _build_axial("sam2", head_dim, depth, base, pairing, columns_first=True)
 
 
 def _eva02(
@@ -121,17 +135,8 @@ def _eva02(
     Compatible with: EVA-02, timm's eva02_*.
     Source: Fang et al., EVA-02 (arXiv 2303.11331).
     """
-    ladders = axial_ladders(head_dim, base, columns_first=False)
     coordinates = Coordinates(reference=_check_reference(reference))
-    return Rope(
-        head_dim=head_dim,
-        axes=2,
-        pairing=pairing,
-        ladders=ladders,
-        depth=depth,
-        coordinates=coordinates,
-        name="eva02",
-    )
+    return _build_axial("eva02", head_dim, depth, base, pairing, columns_first=False, coordinates=coordinates)
 
 
 def _dinov3(
@@ -208,16 +213,9 @@ def _perception_encoder(
     Compatible with: facebookresearch/perception_models; with reference, timm's vit_pe_*.
     Source: Bolya et al., Perception Encoder (arXiv 2504.13181), architecture of its vision encoder.
     """
-    ladders = axial_ladders(head_dim, base, columns_first=True)
     coordinates = Coordinates(reference=None if reference is None else _check_reference(reference), offset=offset)
-    return Rope(
-        head_dim=head_dim,
-        axes=2,
-        pairing=pairing,
-        ladders=ladders,
-        depth=depth,
-        coordinates=coordinates,
-        name="perception-encoder",
+    return _build_axial(
+        "perception-encoder", head_dim, depth, base, pairing, columns_first=True, coordinates=coordinates
     )
 
 
@@ -259,15 +257,8 @@ def _llama4_vision(
     Compatible with: Llama 4's vision tower; its tokens need with_prefix(positions, 1, where="end").
     Source: transformers' Llama4VisionRotaryEmbedding; there is no paper.
     """
-    return Rope(
-        head_dim=head_dim,
-        axes=2,
-        pairing=pairing,
-        ladders=axial_ladders(head_dim, base, columns_first=True),
-        depth=depth,
-        coordinates=Coordinates(offset=offset),
-        name="llama4-vision",
-    )
+    coordinates = Coordinates(offset=offset)
+    return _build_axial("llama4-vision", head_dim, depth, base, pairing, columns_first=True, coordinates=coordinates)
 
 
 def _gemma4_vision(
@@ -279,8 +270,7 @@ def _gemma4_vision(
     Compatible with: Gemma 4's vision tower, timm's Gemma 4 ViTs.
     Source: timm's and transformers' Gemma 4; there is no paper.
     """
-    ladders = axial_ladders(head_dim, base, columns_first=True)
-    return Rope(head_dim=head_dim, axes=2, pairing=pairing, ladders=ladders, depth=depth, name="gemma4-vision")
+    return _build_axial("gemma4-vision", head_dim, depth, base, pairing, columns_first=True)
 
 
 def _qwen2_vl_vision(
@@ -293,8 +283,7 @@ def _qwen2_vl_vision(
         positions[merge_order(h, w)].
     Source: Wang et al., Qwen2-VL (arXiv 2409.12191), section 2.1.
     """
-    ladders = axial_ladders(head_dim, base, columns_first=False)
-    return Rope(head_dim=head_dim, axes=2, pairing=pairing, ladders=ladders, depth=depth, name="qwen2-vl-vision")
+    return _build_axial("qwen2-vl-vision", head_dim, depth, base, pairing, columns_first=False)
 
 
 def _check_reference(reference: Sequence[int]) -> tuple[int, ...]:

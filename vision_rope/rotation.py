@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from vision_rope.turning import PAIRINGS, Pairing, Tables, is_eager, pairs_of, turn, turn_qkv, wide_dtype
 
@@ -107,14 +108,13 @@ def outer_rotations(
         if pairing == "interleaved":
             return [Rotation(layer.real, layer.imag, pairing, attention_scale, layer) for layer in phase.unbind()]
         cos, sin = torch.view_as_real(phase).movedim(-1, 0).contiguous()
-        return [Rotation(*layer, pairing, attention_scale) for layer in zip(cos.unbind(), sin.unbind(), strict=True)]
-
-    cosines, sines = (table.float().split(list(size), dim=-2) for table in (angles.cos(), angles.sin()))
-    cos, sin = cosines[0], sines[0]
-    for cos_2, sin_2 in zip(cosines[1:], sines[1:], strict=True):
-        cos, sin = _outer(cos, cos_2) - _outer(sin, sin_2), _outer(sin, cos_2) + _outer(cos, sin_2)
-    cos = F.pad(cos, (0, 0, num_prefix_tokens, 0), value=1.0)
-    sin = F.pad(sin, (0, 0, num_prefix_tokens, 0), value=0.0)
+    else:
+        cosines, sines = (table.float().split(list(size), dim=-2) for table in (angles.cos(), angles.sin()))
+        cos, sin = cosines[0], sines[0]
+        for cos_2, sin_2 in zip(cosines[1:], sines[1:], strict=True):
+            cos, sin = _outer(cos, cos_2) - _outer(sin, sin_2), _outer(sin, cos_2) + _outer(cos, sin_2)
+        cos = F.pad(cos, (0, 0, num_prefix_tokens, 0), value=1.0)
+        sin = F.pad(sin, (0, 0, num_prefix_tokens, 0), value=0.0)
     return [Rotation(*layer, pairing, attention_scale) for layer in zip(cos.unbind(), sin.unbind(), strict=True)]
 
 
@@ -149,7 +149,7 @@ def pairing_permutation(head_dim: int, source: Pairing, target: Pairing) -> Tens
 
 def _after_prefix(count: int, first: Tensor | None, last: Tensor) -> Tensor:
     """Ones for prefix tokens, then the products of all rows of two tables, in one pass where no gradient is needed."""
-    if first is None or last.requires_grad:
+    if first is None or last.requires_grad or forward_ad.unpack_dual(last).tangent is not None:
         ones = last.new_ones(()).expand(*last.shape[:-2], count, last.shape[-1])
         return torch.cat((ones, last if first is None else _outer(first, last)), dim=-2)
     rows, columns = first.shape[-2], last.shape[-2]

@@ -29,9 +29,9 @@ class Benchmark:
 
 
 def _rotate_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sections", help="what to compare, with commas (default: all but compiled-backward)")
-    parser.add_argument("--shapes", default="S1,S2,S3,S4", help="sizes of queries: S1,S2,S3,S4 (default: all)")
-    parser.add_argument("--dtypes", default="fp32,bf16", help="fp32,bf16 (default: both)")
+    parser.add_argument("--sections", help="what to compare, with commas [all but compiled-backward]")
+    parser.add_argument("--shapes", default="S1,S2,S3,S4", help="sizes of queries: S1,S2,S3,S4 [all]")
+    parser.add_argument("--dtypes", default="fp32,bf16", help="fp32,bf16 [both]")
 
 
 def _prepare_rotate(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, str], list[Callable[[], Any]]]:
@@ -45,9 +45,9 @@ def _prepare_rotate(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, 
 
 
 def _vit_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sections", help="what to compare, with commas (default: all)")
-    parser.add_argument("--sizes", default="224,448", help="square image sizes in pixels (default 224,448)")
-    parser.add_argument("--batch-size", type=int, default=4, help="images a batch (default 4)")
+    parser.add_argument("--sections", help="what to compare, with commas [all]")
+    parser.add_argument("--sizes", default="224,448", help="square image sizes in pixels [224,448]")
+    parser.add_argument("--batch-size", type=int, default=4, help="images a batch [4]")
 
 
 def _prepare_vit(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, str], list[Callable[[], Any]]]:
