@@ -28,11 +28,12 @@ def turn(x: Tensor, tables: Tables, pairing: Pairing, *, overwrite: bool = False
         overwrite: allow the result to take the place of x in memory, where no gradient or tangent needs x.
     """
     phase = tables[2]
-    out = x if overwrite and _may_write(x, tables) else None
-    if phase is not None and is_eager(x):
+    eager = is_eager(x)
+    out = x if overwrite and _may_write(x, tables, eager) else None
+    if phase is not None and eager:
         # Its own derivatives of every kind are as fast as can be.
         return _turn_complex(x, phase, out)
-    if phase is None and is_eager(x) and not _is_learned(tables) and not _has_tangent(x, tables):
+    if phase is None and eager and not _is_learned(tables) and not _has_tangent(x, tables):
         if _needs_gradient(x, tables):
             return _TurnReal.apply(x, *tables[:2], pairing)
         return _turn_real(x, tables, pairing, out)
@@ -48,12 +49,14 @@ def turn_qkv(
         heads, tokens, head_dim)
     """
     phase = tables[2]
-    learnable = phase is not None or not _is_learned(tables)
-    if _needs_gradient(qkv, tables) and is_eager(qkv) and learnable and not _has_tangent(qkv, tables):
-        return _TurnQKV.apply(qkv, *tables, pairing)
+    eager = is_eager(qkv)
+    if eager and _needs_gradient(qkv, tables):
+        learnable = phase is not None or not _is_learned(tables)
+        if learnable and not _has_tangent(qkv, tables):
+            return _TurnQKV.apply(qkv, *tables, pairing)
     qk = qkv.narrow(2, 0, 2)
-    if phase is not None and is_eager(qkv):
-        out = qk if overwrite and _may_write(qkv, tables) else None
+    if eager and phase is not None:
+        out = qk if overwrite and _may_write(qkv, tables, eager) else None
         turned = _turn_complex(qk, _beside_qk(phase), out)
     else:
         turned = turn(qk, _tables_beside_qk(tables), pairing, overwrite=overwrite)
@@ -253,12 +256,14 @@ def _has_tangent(x: Tensor, tables: Tables) -> bool:
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in (x, *tables[:2]))
 
 
-def _may_write(x: Tensor, tables: Tables) -> bool:
+def _may_write(x: Tensor, tables: Tables, eager: bool) -> bool:
     """Whether nobody needs x as it is, and no two elements share memory."""
-    if not is_eager(x) or _needs_gradient(x, tables) or _has_tangent(x, tables):
+    if not eager or _needs_gradient(x, tables) or _has_tangent(x, tables):
         return False
     if x.is_inference() and not torch.is_inference_mode_enabled():
         return False
+    if x.is_contiguous():
+        return True
     reach = 1
     for stride, length in sorted(zip(x.stride(), x.shape, strict=True)):
         if length > 1 and stride < reach:

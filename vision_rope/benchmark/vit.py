@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,23 @@ def _our_block(section: str, size: int, batch: int, device: torch.device) -> Cas
     (rotation,) = model.position.grid_rotations(side, side, num_prefix_tokens=1, device=device)  # type: ignore[union-attr,operator]
     block = model.blocks[0]
     runs = {"with RoPE": lambda: block(x, None, False, rotation), "without": lambda: block(x, None, False, None)}
+    if section == "block":
+        bare = _with_bare_product(block, rotation)
+        runs["bare product"] = lambda: bare(x, None, False, None)
     return _block_case(OURS, section, size, block, runs)
+
+
+def _with_bare_product(block: nn.Module, rotation: vision_rope.Rotation) -> nn.Module:
+    """The block without positions and one product in place of queries and keys: the least that RoPE can add."""
+    phase = torch.complex(rotation.cos, rotation.sin).transpose(0, 1).unsqueeze(1)  # (tokens, q and k, heads, pairs)
+
+    def multiply(_layer: nn.Module, _inputs: tuple[Tensor, ...], qkv: Tensor) -> None:
+        pairs = torch.view_as_complex(qkv.view(*qkv.shape[:-1], 3, -1, phase.shape[-1], 2))
+        pairs.narrow(2, 0, 2).mul_(phase)
+
+    block = deepcopy(block)
+    block.attn.qkv.register_forward_hook(multiply)
+    return block
 
 
 def _timm_block(section: str, size: int, batch: int, device: torch.device) -> Case:
