@@ -55,7 +55,7 @@ def _our_block(section: str, size: int, batch: int, device: torch.device) -> Cas
     return _block_case(OURS, section, size, block, runs)
 
 
-def _with_bare_product(block: nn.Module, rotation: vision_rope.Rotation) -> nn.Module:
+def _with_bare_product(block: Any, rotation: vision_rope.Rotation) -> nn.Module:
     """The block without positions and one product in place of queries and keys: the least that RoPE can add."""
     phase = torch.complex(rotation.cos, rotation.sin).transpose(0, 1).unsqueeze(1)  # (tokens, q and k, heads, pairs)
 
