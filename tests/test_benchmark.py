@@ -271,7 +271,7 @@ def vit_rows(sizes, folder):
 
 
 def test_sizes_are_taken_once_and_the_bar_knows_how_many_cases_come(tiny, tmp_path, capsys):
-    assert len(vit_rows("32,32", tmp_path)) == 4
+    assert len(vit_rows("32,32", tmp_path)) == 5
     assert "2/2" in capsys.readouterr().err
 
 
@@ -472,7 +472,14 @@ def test_readme_shows_the_measured_ratios(section):
 def test_readme_shows_what_a_block_pays():
     rows = json.loads((RESULTS / "vit.json").read_text())["rows"]
     readme = (RESULTS.parent.parent.parent / "README.md").read_text()
-    added = {(row["section"], row["label"]): row["over_floor"]["median"] for row in rows if "with RoPE" in row["name"]}
+    added = {
+        (row["section"], row["label"]): row["over_floor"]["median"]
+        for row in rows
+        if "without" not in row["name"] and "bare" not in row["name"]
+    }
+    bare = {row["label"]: row["over_floor"]["median"] for row in rows if "bare product" in row["name"]}
+    for size in (224, 448):
+        assert f"{100 * (bare[f'vision_rope, {size} px'] - 1):.1f}" in readme
     for section in ("block", "block-training"):
         for name in ("vision_rope", "timm"):
             for size in (224, 448):

@@ -1170,7 +1170,7 @@ def test_extension_needs_a_positioned_model() -> None:
     [
         ("swin_tiny_patch4_window7_224", "SwinTransformer", {"depths": (1, 1)}),
         ("hiera_tiny_224", "Hiera", {"stages": (1, 1, 1, 1)}),
-        ("eva02_tiny_patch14_224", "Eva", {"depth": 1}),
+        ("maxvit_tiny_tf_224", "MaxxVit", {}),
         ("resnet18", "ResNet", {}),
         ("vit_relpos_small_patch16_224", "VisionTransformerRelPos", {"depth": 1}),
     ],

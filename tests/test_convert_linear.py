@@ -119,7 +119,7 @@ def test_a_layer_keeps_timms_norms_and_gate(kind: str, turned: bool, feature_map
     rotation = rope(rope.positions(2, 3)) if turned else None
     x = torch.randn(2, 6, HEADS * HEAD_DIM)
     expected = layer_by_matrix(layer, x, rotation, feature_map)
-    assert_close(layer(x, position=rotation), expected, atol=1e-4, rtol=1e-4)
+    assert_close(layer(x, rope=rotation), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from vision_rope.convert import create_model
-from vision_rope.convert.vision_transformer import PositionedModel
+from vision_rope.convert.model import PositionedModel
 
 
 class MaskedModel(nn.Module):

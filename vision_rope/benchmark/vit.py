@@ -48,10 +48,10 @@ def _our_block(section: str, size: int, batch: int, device: torch.device) -> Cas
     model = vision_rope.create_model(NAME, "rope-vit-axial", depth=1).to(device)
     (rotation,) = model.position.grid_rotations(side, side, num_prefix_tokens=1, device=device)  # type: ignore[union-attr,operator]
     block = model.blocks[0]
-    runs = {"with RoPE": lambda: block(x, None, False, rotation), "without": lambda: block(x, None, False, None)}
+    runs = {"with RoPE": lambda: block(x, rope=rotation), "without": lambda: block(x)}
     if section == "block":
         bare = _with_bare_product(block, rotation)
-        runs["bare product"] = lambda: bare(x, None, False, None)
+        runs["bare product"] = lambda: bare(x)
     return _block_case(OURS, section, size, block, runs)
 
 

@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 
 import timm
 from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from vision_rope.convert import vision_transformer
+from vision_rope.convert import eva, vision_transformer
+from vision_rope.convert.model import PositionedModel
+from vision_rope.convert.own_rope import OWN
 from vision_rope.convert.pairing import convert_pairing
-from vision_rope.convert.vision_transformer import PositionedModel
 from vision_rope.encodings import ENCODINGS
 from vision_rope.rope import Rope
 from vision_rope.rope_presets import PRESETS
@@ -29,6 +31,7 @@ Model = TypeVar("Model", bound=nn.Module)
 FAMILIES: dict[type[nn.Module], Callable[..., PositionedModel]] = {
     VisionTransformer: vision_transformer.convert,
     VisionTransformerDistilled: vision_transformer.convert,
+    Eva: eva.convert,
 }
 
 
@@ -154,7 +157,7 @@ def check_position(position: str | Rope, options: dict[str, Any]) -> None:
         if options:
             raise ValueError(f"position is a Rope already; the options {', '.join(options)} would have no effect")
         return
-    known = [*PRESETS, *ENCODINGS]
+    known = [*PRESETS, *ENCODINGS, OWN]
     if position not in known:
         hint = did_you_mean(position, known)
         raise ValueError(f"position is {position!r}; the position encodings are {', '.join(known)}{hint}")

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, AttentionRope
+from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
-from vision_rope.convert.blocks import Position, PositionedAttention
+from vision_rope.convert.attention import Position, PositionedAttention, PositionedEvaAttention
 from vision_rope.linear_attention import check_feature_map, linear_attend, performer_projection
 from vision_rope.rotation import Rotation
 from vision_rope.suggestion import did_you_mean
@@ -54,7 +55,7 @@ class RandomProjection(nn.Module):
 
 
 class LinearAttention(PositionedAttention):
-    """timm's Attention with `linear_attend` in the softmax's place; its weights stay.
+    """An attention layer of timm with `linear_attend` in the softmax's place; its weights stay.
 
     Attributes:
         feature_map: a name of `vision_rope.linear_attention.FEATURE_MAPS`.
@@ -69,7 +70,7 @@ class LinearAttention(PositionedAttention):
         x: Tensor,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        position: Position | None = None,
+        rope: Position | None = None,
     ) -> Tensor:
         """Shapes: x (batch, tokens, dim) -> the same.
 
@@ -80,14 +81,14 @@ class LinearAttention(PositionedAttention):
                 "attn_mask is given and the model's attention is linear, which has no scores to mask; leave it out "
                 "(is_causal works), or build the model with attention='softmax'"
             )
-        assert position is None or isinstance(position, Rotation), "convert refuses other encodings"
-        q, k, v = self._split(self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)), None)
+        assert rope is None or isinstance(rope, Rotation), "convert refuses other encodings"
+        q, k, v = self._split(x, None)
         attended = linear_attend(
             q,
             k,
             v,
-            q_rotation=position,
-            k_rotation=position,
+            q_rotation=rope,
+            k_rotation=rope,
             feature_map=self.feature_map,
             projection=None if self.projection is None else self.projection.matrix,
             is_causal=is_causal,
@@ -95,7 +96,26 @@ class LinearAttention(PositionedAttention):
         return self._project(attended, x)
 
 
-def count_features(layer: Attention, options: Mapping[str, Any]) -> int:
+class LinearPlainAttention(LinearAttention, Attention):
+    """timm's Attention, linear."""
+
+
+class LinearAttentionRope(LinearAttention, AttentionRope):
+    """timm's AttentionRope, linear."""
+
+
+class LinearEvaAttention(LinearAttention, PositionedEvaAttention):
+    """timm's EvaAttention, linear."""
+
+
+LINEAR: dict[type[nn.Module], type[LinearAttention]] = {
+    Attention: LinearPlainAttention,
+    AttentionRope: LinearAttentionRope,
+    EvaAttention: LinearEvaAttention,
+}
+
+
+def count_features(layer: Any, options: Mapping[str, Any]) -> int:
     """Check options of linear attention for a layer, and count the features they give a head.
 
     Raises: ValueError for an unknown option or name, with the nearest one, and options without effect.
@@ -128,10 +148,10 @@ def count_features(layer: Attention, options: Mapping[str, Any]) -> int:
 
 
 def make_linear(layer: Any, options: Mapping[str, Any]) -> None:
-    """Turn timm's Attention into `LinearAttention` in place, with options that `count_features` has checked."""
+    """Make an attention layer of timm linear in place, with options that `count_features` has checked."""
     num_features = count_features(layer, options)
     layer.feature_map = options.get("feature_map", "elu")
     needs_projection = check_feature_map(layer.feature_map).needs_projection
-    device = layer.qkv.weight.device
+    device = layer.proj.weight.device
     layer.projection = RandomProjection(layer.head_dim, num_features, device) if needs_projection else None
-    layer.__class__ = LinearAttention
+    layer.__class__ = LINEAR[type(layer)]

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from vision_rope.convert.blocks import PositionedAttention
+from vision_rope.convert.attention import PositionedAttention
 from vision_rope.convert.linear import LinearAttention
-from vision_rope.convert.vision_transformer import PositionedModel
+from vision_rope.convert.model import PositionedModel
 from vision_rope.rope import Rope
 from vision_rope.rotation import PAIRINGS, Pairing, pairing_permutation
 from vision_rope.suggestion import did_you_mean
@@ -116,24 +116,41 @@ def _changes(
         yield matrix, pairing_permutation(len(matrix), source, target)
         return
     channels = pairing_permutation(layer.head_dim, source, target)
-    # On the CPU whatever the default device, as all orders are; meta would have no numbers.
-    rows = torch.arange(3 * layer.num_heads * layer.head_dim, device="cpu")
-    rows = rows.unflatten(0, (3, layer.num_heads, layer.head_dim))
-    order = torch.cat((rows[:2][..., channels], rows[2:])).flatten()
-    leaves = dict(_tensors(layer.qkv))
-    if not isinstance(layer.qkv, nn.Linear) or not {"weight"} <= leaves.keys() <= {"weight", "bias"}:
-        raise ValueError(
-            f"{name}.qkv is a {type(layer.qkv).__name__} with {', '.join(leaves) or 'no weights'}, where a Linear with "
-            f"its weight and bias is needed; {REMEDY}"
-        )
-    for part, wanted in (("qkv", order), ("q_norm", channels), ("k_norm", channels)):
-        for leaf, tensor in _tensors(getattr(layer, part)):
+    for part, wanted in _orders(layer, channels):
+        module = getattr(layer, part)
+        leaves = {part: module} if isinstance(module, Tensor) else dict(_tensors(module))
+        plain = isinstance(module, nn.Linear) and {"weight"} <= leaves.keys() <= {"weight", "bias"}
+        if "norm" not in part and not isinstance(module, Tensor) and not plain:
+            raise ValueError(
+                f"{name}.{part} is a {type(module).__name__} with {', '.join(leaves) or 'no weights'}, where a Linear "
+                f"with its weight and bias is needed; {REMEDY}"
+            )
+        for leaf, tensor in leaves.items():
             if type(tensor) not in (nn.Parameter, Tensor) or tensor.shape[:1] != wanted.shape:
                 raise ValueError(
                     f"{name}.{part}.{leaf} is a {type(tensor).__name__} of shape {tuple(tensor.shape)}, where a plain "
                     f"one of {len(wanted)} rows is needed; {REMEDY}"
                 )
             yield tensor, wanted
+
+
+def _orders(layer: Any, channels: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Names of what an attention layer has for queries and keys, with the order that their first axis gets."""
+
+    def order(parts: int, turned: int, heads: int) -> Tensor:
+        # On the CPU whatever the default device, as all orders are; meta would have no numbers.
+        rows = torch.arange(parts * heads * layer.head_dim, device="cpu").unflatten(0, (parts, heads, layer.head_dim))
+        return torch.cat((rows[:turned][..., channels], rows[turned:])).flatten()
+
+    if layer.qkv is not None:
+        yield "qkv", order(3, 2, layer.num_heads)
+    else:
+        yield "q_proj", order(1, 1, layer.num_heads)
+        yield "k_proj", order(1, 1, layer.k_proj.out_features // layer.head_dim)
+    for part in ("q_bias", "k_bias"):
+        if getattr(layer, part, None) is not None:
+            yield part, order(1, 1, layer.num_heads)
+    yield from (("q_norm", channels), ("k_norm", channels))
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from timm.layers import Attention
-
 from vision_rope.convert.linear import count_features
+from vision_rope.convert.own_rope import OWN, own_rope
 from vision_rope.encodings import build_encoding
 from vision_rope.rope import Rope
 from vision_rope.rope_presets import PRESETS, preset
 from vision_rope.suggestion import did_you_mean
 
 ATTENTIONS = ("softmax", "linear")
+# Encodings that are, or belong to, the model's own: its absolute embedding stays.
+KEEPING = ("learned", OWN)
 
 
-def check_attention(layers: Sequence[Attention], attention: str, options: Mapping[str, Any]) -> int:
+def check_attention(layers: Sequence[Any], attention: str, options: Mapping[str, Any]) -> int:
     """How many channels of a head a rotation turns: those of queries and keys, or their features."""
     if attention not in ATTENTIONS:
         raise ValueError(
@@ -32,7 +33,7 @@ def check_attention(layers: Sequence[Attention], attention: str, options: Mappin
     return layers[0].head_dim
 
 
-def build_position(model: Any, layer: Attention, turned: int, position: str | Rope, options: dict[str, Any]) -> Any:
+def build_position(model: Any, layer: Any, turned: int, position: str | Rope, options: dict[str, Any]) -> Any:
     """The encoding's module; None where it needs none. A rotary one turns `turned` channels of a head."""
     if isinstance(position, Rope) or position in PRESETS:
         shape = {"head_dim": turned, "num_heads": layer.num_heads, "depth": len(model.blocks)}
@@ -63,7 +64,9 @@ def build_position(model: Any, layer: Attention, turned: int, position: str | Ro
                 f"position {rope.name!r} was built for depth {rope.depth} and the model has {len(model.blocks)} "
                 f"blocks; build it with depth={len(model.blocks)}"
             )
-        return rope.to(layer.qkv.weight.device)
+        return rope.to(layer.proj.weight.device)
+    if position == OWN:
+        own_rope(model)  # says why there is none
     encoding = build_encoding(
         position,
         options,
@@ -74,13 +77,13 @@ def build_position(model: Any, layer: Attention, turned: int, position: str | Ro
         head_dim=layer.head_dim,
         depth=len(model.blocks),
     )
-    return None if encoding is None else encoding.to(layer.qkv.weight)
+    return None if encoding is None else encoding.to(layer.proj.weight)
 
 
 def check_absolute(model: Any, name: str, keep_absolute: bool) -> None:
-    if name == "learned" and keep_absolute:
+    if name in KEEPING and keep_absolute:
         raise ValueError(
-            "keep_absolute=True has no effect with position 'learned', which is the absolute embedding; leave it out"
+            f"keep_absolute=True has no effect with position {name!r}, which keeps the absolute embedding; leave it out"
         )
     if model.pos_embed is None and (keep_absolute or name == "learned"):
         raise ValueError(

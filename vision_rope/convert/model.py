@@ -1,0 +1,385 @@
+"""What conversion makes of a timm model, whatever its family.
+
+Conversion swaps classes in place: the model keeps its modules, weights and state-dict keys, and stays an instance of
+its timm class, but its forward computes the positions of the patch grid once and hands each block what they mean in
+its attention, a rotation or relative terms, as an argument. Nothing of that is left in a module between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from timm.layers import Format, PatchDropout, PatchDropoutWithIndices, PatchEmbed, resample_abs_pos_embed
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vision_rope.convert.attention import ATTENTIONS, Position
+from vision_rope.convert.blocks import BLOCKS, AnySizePatchEmbed, attention_layers
+from vision_rope.convert.linear import make_linear
+from vision_rope.convert.own_rope import mixed_from_timm
+from vision_rope.convert.position import KEEPING, build_position, check_absolute, check_attention
+from vision_rope.extension import Extension, check_grid, check_name
+from vision_rope.positions import grid_positions, with_prefix
+from vision_rope.relative import RelativeEncoding
+from vision_rope.rope import Rope
+from vision_rope.sinusoidal import Sinusoidal
+
+
+class PositionedModel(nn.Module):
+    """What conversion adds to a timm model: a position encoding, and grids of any size.
+
+    Attributes:
+        position: the encoding as a module: a Rope, a Sinusoidal, a RelativeEncoding, or None (none, learned).
+        position_name: the encoding's name.
+        attention_name: softmax or linear.
+        train_grid: grid (rows, columns) of patches the model was built for.
+        extension: context extension for larger grids: method, training grid and options; None where off.
+    """
+
+    position: Rope | Sinusoidal | RelativeEncoding | None
+    position_name: str
+    attention_name: str
+    train_grid: tuple[int, int]
+    extension: tuple[str, tuple[int, ...], dict[str, Any]] | None
+    # timm's order of axes in learned frequencies: "xy" (columns first) or "ij", see `mixed_from_timm`.
+    timm_axes: str = "xy"
+    # From timm's class:
+    blocks: nn.Sequential
+    patch_embed: Any
+    pos_embed: nn.Parameter | None
+    cls_token: nn.Parameter | None
+    reg_token: nn.Parameter | None
+    patch_drop: nn.Module
+    pos_drop: nn.Module
+    norm_pre: nn.Module
+    norm: nn.Module
+    num_prefix_tokens: int
+    no_embed_class: bool
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """timm's own name and layout of learned frequencies are understood too."""
+        freqs = state_dict.get(f"{prefix}rope.freqs")
+        if freqs is not None and getattr(self.position, "learned_frequencies", None) is not None:
+            del state_dict[f"{prefix}rope.freqs"]
+            state_dict[f"{prefix}position.learned_frequencies"] = mixed_from_timm(freqs, self.timm_axes)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Shapes: images (batch, channels, height, width) -> tokens (batch, prefix + rows * columns, dim).
+
+        Raises: ValueError where the patch size does not divide the image.
+        """
+        return self.forward_patches(self.embed_patches(x), attn_mask=attn_mask, is_causal=is_causal)
+
+    def embed_patches(self, images: Tensor) -> Tensor:
+        """Shapes: images (batch, channels, height, width) -> patch embeddings (batch, rows, columns, dim).
+
+        Raises: ValueError where the patch size does not divide the image.
+        """
+        self._check_image_size(images)
+        return self.patch_embed(images)
+
+    def forward_patches(
+        self,
+        patches: Tensor,
+        *,
+        kept: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Everything after the patch embedding: positions, blocks and the last norm.
+
+        Args:
+            kept: places of the patches that are encoded, the others are left out; None encodes all. Positions stay
+                those in the whole grid.
+
+        Shapes: patches (batch, rows, columns, dim), kept int64 (batch, visible) -> tokens (batch, prefix + rows *
+            columns or visible, dim)
+        Raises: ValueError where `kept` meets a model that drops patches by itself.
+        """
+        x, positions = self._place(patches, kept)
+        for block, position in zip(self.blocks, positions, strict=False):
+            x = self._run_block(block, x, attn_mask, is_causal, position)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Any:
+        """Outputs of chosen blocks, with the arguments and return values of timm's method of this name."""
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt is {output_fmt!r}; choose NCHW (maps) or NLC (tokens)")
+        take, last = feature_take_indices(len(self.blocks), indices)
+        patches = self.embed_patches(x)
+        grid = (patches.shape[1], patches.shape[2])
+        x, positions = self._place(patches)
+        prefix = self.num_prefix_tokens
+        if output_fmt == "NCHW" and x.shape[1] != prefix + grid[0] * grid[1]:
+            raise ValueError(
+                "output_fmt is 'NCHW' and patches were dropped; maps need all patches: use 'NLC' or eval mode"
+            )
+        maps, prefixes = [], []
+        blocks = self.blocks[: last + 1] if stop_early else self.blocks
+        for index, (block, position) in enumerate(zip(blocks, positions, strict=False)):
+            x = self._run_block(block, x, attn_mask, is_causal, position)
+            if index in take:
+                taken = self.norm(x) if norm else x
+                prefixes.append(taken[:, :prefix])
+                tokens = taken[:, prefix:]
+                if output_fmt == "NCHW":
+                    tokens = tokens.unflatten(1, grid).permute(0, 3, 1, 2).contiguous()
+                maps.append(tokens)
+        with_tokens = return_prefix_tokens and prefix > 0
+        if output_dict:
+            result: dict[str, Any] = {"image_intermediates": maps}
+            if with_tokens:
+                result["image_intermediates_prefix"] = prefixes
+            if not intermediates_only:
+                result["image_features"] = self.norm(x)
+            return result
+        intermediates = list(zip(maps, prefixes, strict=True)) if with_tokens else maps
+        return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that no optimizer should decay: timm's, and learned frequencies."""
+        learned = {f"position.{name}" for name, _ in self.position.named_parameters()} if self.position else set()
+        return super().no_weight_decay() | learned  # type: ignore[misc]
+
+    def set_extension(self, method: str, train_size: Sequence[int] | None = None, **knobs: Any) -> None:
+        """See `vision_rope.set_extension`."""
+        check_name(method)
+        if method == "none":
+            if knobs:
+                raise ValueError(
+                    f"{', '.join(knobs)} would have no effect with method 'none', which switches extension off"
+                )
+            self.extension = None
+            return
+        if not isinstance(self.position, Rope):
+            raise ValueError(
+                f"{method} means nothing for the position encoding {self.position_name!r}: context extension "
+                "changes the frequencies of a rotary embedding, and there are none; use none"
+            )
+        grid = self.train_grid if train_size is None else self._check_train_size(train_size)
+        # A grid that needs extension, so that options are checked now and not in the first forward pass that needs it.
+        extension = self.position.extension_for(method, train_size=grid, size=[2 * length for length in grid], **knobs)
+        if self.attention_name == "linear" and extension is not None and extension.attention_scale != 1.0:
+            other = "" if method == "ntk-by-parts" else ", or choose ntk-by-parts without temperature"
+            raise ValueError(
+                f"{method} changes the temperature of the softmax and the model's attention is linear, which has none; "
+                f"give temperature=0{other}"
+            )
+        self.extension = (method, grid, knobs)
+
+    def _check_train_size(self, train_size: Sequence[int]) -> tuple[int, ...]:
+        """The grid, or ValueError where it is none of patches."""
+        own = f"this model was built for {self.train_grid} patches"
+        try:
+            grid = check_grid("train_size", train_size, len(self.train_grid), self.position_name)
+        except ValueError as error:
+            raise ValueError(f"{error}; {own}") from None
+        # Pixels where patches are meant switch extension off without a word; patches are rarely smaller than 8 pixels.
+        if all(length >= 8 * built for length, built in zip(grid, self.train_grid, strict=True)):
+            raise ValueError(
+                f"train_size is {grid}, which looks like pixels; it counts patches, and {own}: divide by the patch size"
+            )
+        return grid
+
+    def fit_absolute(self, embedding: Tensor, grid: tuple[int, int]) -> Tensor:
+        """An absolute embedding of this model's kind, trained on another grid (rows, columns), resampled to its own.
+
+        Shapes: (1, prefix + rows * columns, dim) -> that of this model's pos_embed
+        Raises: ValueError where the embedding is not one of that grid.
+        """
+        assert self.pos_embed is not None, "there is an embedding to be fitted to"
+        own = tuple(self.patch_embed.grid_size)
+        prefix = self.pos_embed.shape[1] - own[0] * own[1]
+        if embedding.shape[1] != prefix + grid[0] * grid[1] or embedding.shape[2] != self.pos_embed.shape[2]:
+            raise ValueError(
+                f"embedding has shape {tuple(embedding.shape)}, but a grid of {grid[0]} x {grid[1]} needs "
+                f"{(1, prefix + grid[0] * grid[1], self.pos_embed.shape[2])}"
+            )
+        return resample_abs_pos_embed(embedding, list(own), list(grid), num_prefix_tokens=prefix)
+
+    def _place(self, patches: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Sequence[Position | None]]:
+        """Patches -> tokens with prefix and absolute embedding, and what each block gets of their positions."""
+        grid = (patches.shape[1], patches.shape[2])
+        x = self._pos_embed(patches)
+        if isinstance(self.patch_drop, PatchDropoutWithIndices):
+            if kept is not None:
+                raise ValueError(
+                    "the model drops patches by itself (patch_drop_rate), and which of them are kept was given; "
+                    "build it with patch_drop_rate=0"
+                )
+            x, kept = self.patch_drop(x)
+        elif kept is not None:
+            prefix, rest = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+            x = torch.cat((prefix, rest.gather(1, kept[..., None].expand(-1, -1, x.shape[-1]))), dim=1)
+        return self.norm_pre(x), self._positions(grid, kept, x.device)
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        """Patches (batch, rows, columns, dim) -> tokens with prefix; absolute embeddings are added here."""
+        rows, columns = x.shape[1:3]
+        if isinstance(self.position, Sinusoidal):
+            x = x + self.position(rows, columns, device=x.device).to(x.dtype).unflatten(0, (rows, columns))
+        tokens = (self.cls_token, getattr(self, "dist_token", None), self.reg_token)
+        prefix = [token.expand(x.shape[0], -1, -1) for token in tokens if token is not None]
+        x = x.flatten(1, 2)
+        if self.pos_embed is None:
+            return self.pos_drop(torch.cat((*prefix, x), dim=1))
+        # Not by timm's method, whose x.view(batch, -1, dim) takes no batch of 0 images.
+        embedding = resample_abs_pos_embed(
+            self.pos_embed,
+            [rows, columns],
+            list(self.patch_embed.grid_size),
+            num_prefix_tokens=0 if self.no_embed_class else self.num_prefix_tokens,
+        )
+        if self.no_embed_class:
+            x = x + embedding
+        # A copy in another layout would change the last bits of what follows.
+        x = torch.cat((*prefix, x), dim=1) if prefix else x
+        return self.pos_drop(x if self.no_embed_class else x + embedding)
+
+    def _positions(self, grid: tuple[int, int], kept: Tensor | None, device: torch.device) -> Sequence[Position | None]:
+        """What each block gets, for the patches that are left (kept: (batch, patches) indices; None: all)."""
+        encoding = self.position
+        if not isinstance(encoding, Rope | RelativeEncoding):
+            return [None] * len(self.blocks)
+        if len(self.blocks) > encoding.depth:
+            raise ValueError(
+                f"the model has {len(self.blocks)} blocks and its encoding layers for {encoding.depth}; "
+                "add blocks before add_position"
+            )
+        if isinstance(encoding, RelativeEncoding):
+            positions = grid_positions(*grid, device=device)
+            return encoding(positions if kept is None else positions[kept], grid, self.num_prefix_tokens)
+        if kept is None:
+            return encoding.grid_rotations(
+                *grid,
+                num_prefix_tokens=self.num_prefix_tokens,
+                augment=self.training,
+                extension=self.extension,
+                device=device,
+            )
+        positions = encoding.positions(*grid, device=device)
+        if self.training:
+            positions = encoding.coordinates.augment(positions)
+        return encoding.rotations(with_prefix(positions[kept], self.num_prefix_tokens), self._extension(grid))
+
+    def _extension(self, grid: tuple[int, int]) -> Extension | None:
+        if self.extension is None or not isinstance(self.position, Rope):
+            return None
+        method, train_size, knobs = self.extension
+        return self.position.extension_for(method, train_size=train_size, size=grid, **knobs)
+
+    def _run_block(
+        self,
+        block: nn.Module,
+        x: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        position: Position | None,
+    ) -> Tensor:
+        if self.grad_checkpointing and not torch.jit.is_scripting():
+            # All blocks share the graph of learned positions, which reentrant checkpoints would walk once a block.
+            return checkpoint(block, x, attn_mask=attn_mask, is_causal=is_causal, rope=position, use_reentrant=False)
+        return block(x, attn_mask=attn_mask, is_causal=is_causal, rope=position)
+
+    def _check_image_size(self, images: Tensor) -> None:
+        if self.patch_embed.dynamic_img_pad:
+            return
+        patch = self.patch_embed.feat_ratio(as_scalar=False)
+        for side, length, unit in zip(("height", "width"), images.shape[-2:], patch, strict=True):
+            if length % unit:
+                below, above = length // unit * unit, (length // unit + 1) * unit
+                valid = f"{above}" if below == 0 else f"{below} or {above}"
+                raise ValueError(
+                    f"images have {side} {length}, which patches of {unit} pixels do not divide; resize them to {valid}"
+                )
+
+
+def convert_any_size(
+    model: Any,
+    kind: type[PositionedModel],
+    position: str | Rope,
+    *,
+    keep_absolute: bool = False,
+    attention: str = "softmax",
+    attention_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> PositionedModel:
+    """Make a timm model one of `kind` in place, see `vision_rope.add_position`; then it takes images of any size."""
+    # Everything that can be refused is refused before the model is touched.
+    layers = check_layers(model)
+    attention_options = attention_options or {}
+    turned = check_attention(layers, attention, attention_options)
+    encoding = build_position(model, layers[0], turned, position, options)
+    if attention == "linear" and isinstance(encoding, RelativeEncoding):
+        raise ValueError(
+            f"position {position!r} changes the scores of softmax attention, and attention 'linear' has none; choose a "
+            "rotary encoding, an absolute one (learned, sinusoidal) or none"
+        )
+    name = position.name if isinstance(position, Rope) else position
+    check_absolute(model, name, keep_absolute)
+    drop = model.patch_drop
+
+    for block in model.blocks:
+        block.__class__ = BLOCKS[type(block)]
+    for layer in layers:
+        if attention == "linear":
+            make_linear(layer, attention_options)
+        else:
+            layer.__class__ = ATTENTIONS[type(layer)]
+    model.__class__ = kind
+    if drop is None:
+        model.patch_drop = nn.Identity()
+    elif isinstance(drop, PatchDropout):
+        # timm built the layer of a distilled deit before it counted the distillation token.
+        kept = max(drop.num_prefix_tokens, model.num_prefix_tokens)
+        model.patch_drop = PatchDropoutWithIndices(drop.prob, kept, drop.ordered).train(drop.training)
+    if not keep_absolute and name not in KEEPING:
+        model.pos_embed = None
+    model.position = encoding if encoding is None else encoding.train(model.training)
+    model.position_name = name
+    model.attention_name = attention
+    model.train_grid = tuple(model.patch_embed.grid_size)
+    model.extension = None
+    _accept_any_size(model)
+    return model
+
+
+def check_layers(model: Any) -> list[Any]:
+    """All attention layers of a timm model, or ValueError for layers that are not known here."""
+    layers = []
+    for block in model.blocks:
+        if type(block) not in BLOCKS:
+            known = ", ".join(kind.__name__ for kind in BLOCKS)
+            raise ValueError(f"the model's blocks are {type(block).__name__}; add_position supports {known}")
+        layers += attention_layers(block)
+    for layer in layers:
+        if type(layer) not in ATTENTIONS:
+            known = ", ".join(kind.__name__ for kind in ATTENTIONS)
+            raise ValueError(f"the model's attention is {type(layer).__name__}; add_position supports timm's {known}")
+    return layers
+
+
+def _accept_any_size(model: Any) -> None:
+    """timm's dynamic_img_size, after the fact: patches stay a grid until positions are added."""
+    model.dynamic_img_size = True
+    model.patch_embed.strict_img_size = False
+    model.patch_embed.flatten = False
+    model.patch_embed.output_fmt = Format.NHWC
+    if type(model.patch_embed) is PatchEmbed:
+        model.patch_embed.__class__ = AnySizePatchEmbed
