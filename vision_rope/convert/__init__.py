@@ -1,12 +1,13 @@
 """timm model -> the same model with a position encoding. The only room that opens timm's layers; one file a family.
 
-Adding a family: a file with one `convert` function, and one line in FAMILIES.
+Adding a family: a file with one `convert` function, and one row in FAMILIES.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import timm
@@ -28,10 +29,27 @@ __all__ = ["FAMILIES", "add_position", "check_position", "convert_pairing", "cre
 
 Model = TypeVar("Model", bound=nn.Module)
 
-FAMILIES: dict[type[nn.Module], Callable[..., PositionedModel]] = {
-    VisionTransformer: vision_transformer.convert,
-    VisionTransformerDistilled: vision_transformer.convert,
-    Eva: eva.convert,
+ANY_SIZE = "takes images of any size that its patches divide"
+SET_INPUT_SIZE = "takes images of the size it has, which timm's set_input_size changes"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of FAMILIES: how a timm class is converted, what sizes it then takes, and which models are of it."""
+
+    convert: Callable[..., PositionedModel]
+    sizes: str
+    examples: str
+
+
+FAMILIES: dict[type[nn.Module], Family] = {
+    VisionTransformer: Family(
+        vision_transformer.convert, ANY_SIZE, "vit, deit3, siglip, clip, dinov2 (registers too), flexivit"
+    ),
+    VisionTransformerDistilled: Family(vision_transformer.convert, ANY_SIZE, "deit, distilled"),
+    Eva: Family(
+        eva.convert, ANY_SIZE, "eva, eva02, vit_*_dinov3, vit_pe, vit_*_rope, vit_*_rope_mixed; own RoPE replaced"
+    ),
 }
 
 
@@ -109,15 +127,15 @@ def add_position(
             f"the model has the position encoding {model.position_name!r} already; create the timm model anew to "
             "give it another"
         )
-    convert = FAMILIES.get(type(model))
-    if convert is None:
-        supported = ", ".join(family.__name__ for family in FAMILIES)
+    family = FAMILIES.get(type(model))
+    if family is None:
+        supported = "; ".join(f"{kind.__name__} ({row.examples})" for kind, row in FAMILIES.items())
         raise ValueError(
-            f"model is a {type(model).__name__}, which add_position does not know; it supports timm's {supported} "
-            "(vit, deit, deit3, siglip, clip, dinov2), and each class exactly, not its subclasses"
+            f"model is a {type(model).__name__}, which add_position does not know; it supports timm's {supported}: "
+            "each class exactly, not its subclasses, and no hierarchy that windows or pools its tokens"
         )
     check_position(position, options)
-    return convert(
+    return family.convert(
         model,
         position,
         keep_absolute=keep_absolute,
