@@ -44,6 +44,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "norm after": ("vit_tiny_patch16_224", {"block_fn": ResPostBlock, "init_values": 0.5}),
     "rpn": ("vit_base_patch16_rpn_224", {}),
     "parallel": ("vit_small_patch16_18x2_224", {"block_fn": functools.partial(ParallelThingsBlock, num_parallel=2)}),
+    # Timm's own rotation is off: these tests compare what is left. tests/test_convert_own.py has it on.
+    "eva": ("eva_giant_patch14_224", {}),
+    "eva02": ("eva02_tiny_patch14_224", {"use_rot_pos_emb": False}),
+    "dinov3": ("vit_small_patch16_dinov3_qkvb", {"use_rot_pos_emb": False, "use_abs_pos_emb": True}),
+    "perception encoder": ("vit_pe_core_base_patch16_224", {"use_rot_pos_emb": False}),
     "narrow heads": ("vit_tiny_patch16_224", {"num_heads": 4, "embed_dim": 48, "init_values": 0.1}),
 }
 ROPES = [name for name in PRESETS if vr.preset(name, head_dim=HEAD_DIM).axes == 2]
@@ -72,7 +77,7 @@ def vit_with_all_and(kinds: tuple[str, ...], positions: list[str]) -> list[tuple
 
 
 def patch_of(kind: str) -> int:
-    return 14 if kind == "dinov2 registers" else 16
+    return 14 if "patch14" in MODELS[kind][0] else 16
 
 
 def options_of(kind: str, rows: int = 4, columns: int = 4, **options: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vision_rope.attention import attend, attend_packed
     from vision_rope.checkpoint import load_model, load_run, save_model
-    from vision_rope.convert import add_position, convert_pairing, create_model, set_extension
+    from vision_rope.convert import add_position, convert_pairing, create_model, set_extension, timm_state_dict
     from vision_rope.linear_attention import linear_attend, performer_projection
     from vision_rope.multimodal import Image, Text, Video, multimodal_positions
     from vision_rope.positions import (
@@ -47,7 +47,7 @@ _HOMES = {
     "linear_attention": ("linear_attend", "performer_projection"),
     "rope": ("Rope", "extend"),
     "rope_presets": ("preset", "presets"),
-    "convert": ("add_position", "convert_pairing", "create_model", "set_extension"),
+    "convert": ("add_position", "convert_pairing", "create_model", "set_extension", "timm_state_dict"),
     "checkpoint": ("load_model", "load_run", "save_model"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -83,6 +83,7 @@ __all__ = [
     "rotate_qkv",
     "save_model",
     "set_extension",
+    "timm_state_dict",
     "with_prefix",
 ]
 

@@ -20,12 +20,21 @@ from vision_rope.convert import eva, vision_transformer
 from vision_rope.convert.model import PositionedModel
 from vision_rope.convert.own_rope import OWN
 from vision_rope.convert.pairing import convert_pairing
+from vision_rope.convert.timm_weights import timm_state_dict
 from vision_rope.encodings import ENCODINGS
 from vision_rope.rope import Rope
 from vision_rope.rope_presets import PRESETS
 from vision_rope.suggestion import did_you_mean
 
-__all__ = ["FAMILIES", "add_position", "check_position", "convert_pairing", "create_model", "set_extension"]
+__all__ = [
+    "FAMILIES",
+    "add_position",
+    "check_position",
+    "convert_pairing",
+    "create_model",
+    "set_extension",
+    "timm_state_dict",
+]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -105,14 +114,17 @@ def add_position(
     attention_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> PositionedModel:
-    """Give a timm model a position encoding; it then takes images of any size that its patches divide.
+    """Give a timm model a position encoding; most families then take images of any size that their patches divide.
 
     The model is changed in place and returned; it stays an instance of its timm class. Keys of its state dict stay;
     only the absolute embedding `pos_embed` leaves it, and learned frequencies join it (`position.learned_frequencies`).
+    A rotary embedding that the model was built with is replaced; where both it and the new one are "mixed", its
+    frequencies stay.
 
     Args:
         model: a timm model of a supported family (`FAMILIES`).
-        position: a preset (`vision_rope.presets()`), another encoding (`vision_rope.encodings.ENCODINGS`), or a Rope.
+        position: a preset (`vision_rope.presets()`), another encoding (`vision_rope.encodings.ENCODINGS`), a Rope, or
+            "own": the rotary embedding that the timm model was built with, beside its absolute one where it has both.
         keep_absolute: keep the model's own absolute embedding, resampled to new grids, beside the encoding.
         attention: "softmax", or "linear" (`vision_rope.linear_attend`) in its place.
         attention_options: of linear attention: feature_map, a name of `vision_rope.linear_attention.FEATURE_MAPS`

@@ -88,5 +88,5 @@ def check_absolute(model: Any, name: str, keep_absolute: bool) -> None:
     if model.pos_embed is None and (keep_absolute or name == "learned"):
         raise ValueError(
             "the model has no absolute embedding to keep (pos_embed is None); leave keep_absolute out, or build the "
-            "timm model with pos_embed='learn'"
+            "timm model with one (pos_embed='learn', or use_abs_pos_emb=True)"
         )
