@@ -18,12 +18,13 @@ from vision_rope.benchmark.timing import Case
 
 OURS = "vision_rope"
 NAME = "vit_small_patch16_224"
+PLAIN = "timm plain"
 PATCH = 16
 SECTIONS = {
     "block": "one ViT-S block, forward, against the same block without positions",
     "block-training": "the same, forward and backward",
-    "model": "a ViT-S, forward",
-    "training": "a ViT-S, forward and backward",
+    "model": "a ViT-S, forward; the floor is timm's, without RoPE",
+    "training": "the same, forward and backward",
 }
 DEFAULT_SECTIONS = tuple(SECTIONS)
 SIZES = (224, 448)
@@ -91,13 +92,14 @@ def _draw_tokens(size: int, batch: int, device: torch.device) -> Tensor:
 
 
 def _model_case(section: str, size: int, batch: int, device: torch.device) -> Case:
-    """Whole models at the size they are built for: timm's own, and the same ViT-S with ours."""
+    """Whole models at the size they are built for: timm's own, with RoPE and without, and the same ViT-S with ours."""
     images = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0)).to(device)
     training = section == "training"
     models = {
         OURS: vision_rope.create_model(NAME, "rope-vit-axial", img_size=size),
         f"{OURS} mixed": vision_rope.create_model(NAME, "rope-vit-mixed", img_size=size),
         f"{OURS} none": vision_rope.create_model(NAME, "none", img_size=size),
+        PLAIN: timm.create_model(NAME, img_size=size),
         "timm": timm.create_model("vit_small_patch16_rope_224", img_size=size),
         "timm mixed": timm.create_model("vit_small_patch16_rope_mixed_224", img_size=size),
     }
@@ -105,7 +107,7 @@ def _model_case(section: str, size: int, batch: int, device: torch.device) -> Ca
     for name, model in models.items():
         model = model.to(device).train(training)
         runs[name] = _step(lambda model=model: model(images), model, training)  # type: ignore[misc]
-    return Case(section, f"{size} px", "fp32", runs, OURS, f"{OURS} none")
+    return Case(section, f"{size} px", "fp32", runs, OURS, PLAIN)
 
 
 def _step(run: Callable[[], Tensor], module: nn.Module, training: bool) -> Callable[[], Any]:

@@ -49,4 +49,4 @@ def timm_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def _timm_pairing(model: Any) -> Any:
     """The pairing of timm's own layers; None where they do not turn anything."""
     halves = {getattr(layer, "rotate_half", None) for block in model.blocks for layer in attention_layers(block)}
-    return {True: "half", False: "interleaved"}.get(halves.pop()) if len(halves) == 1 else None
+    return "half" if halves == {True} else "interleaved" if halves == {False} else None
