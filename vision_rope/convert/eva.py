@@ -8,7 +8,8 @@ import torch
 from timm.layers import RotaryEmbeddingMixed
 from timm.models.eva import Eva
 
-from vision_rope.convert.model import PositionedModel, convert_any_size
+from vision_rope.convert.conversion import convert_any_size
+from vision_rope.convert.model import PositionedModel
 from vision_rope.convert.own_rope import OWN, mixed_from_timm, own_rope, timm_rope
 from vision_rope.rope import Rope
 

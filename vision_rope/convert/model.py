@@ -7,25 +7,40 @@ its attention, a rotation or relative terms, as an argument. Nothing of that is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from timm.layers import Format, PatchDropout, PatchDropoutWithIndices, PatchEmbed, resample_abs_pos_embed
+from timm.layers import PatchDropoutWithIndices, resample_abs_pos_embed
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vision_rope.convert.attention import ATTENTIONS, Position
-from vision_rope.convert.blocks import BLOCKS, AnySizePatchEmbed, attention_layers
-from vision_rope.convert.linear import make_linear
+from vision_rope.convert.attention import Position
 from vision_rope.convert.own_rope import mixed_from_timm
-from vision_rope.convert.position import KEEPING, build_position, check_absolute, check_attention
 from vision_rope.extension import Extension, check_grid, check_name
 from vision_rope.positions import grid_positions, with_prefix
 from vision_rope.relative import RelativeEncoding
 from vision_rope.rope import Rope
 from vision_rope.sinusoidal import Sinusoidal
+
+
+class Start(NamedTuple):
+    """What the blocks of a model get.
+
+    Attributes:
+        tokens: (batch, prefix + patches, dim).
+        positions: one a block.
+        grid: rows and columns of the patches; None where images of the batch differ in them.
+        mask: who may look at whom, as timm's `attn_mask`.
+        valid: (batch, patches) boolean, False for padding; None where there is none.
+    """
+
+    tokens: Tensor
+    positions: Sequence[Position | None]
+    grid: tuple[int, int] | None
+    mask: Tensor | None
+    valid: Tensor | None = None
 
 
 class PositionedModel(nn.Module):
@@ -122,18 +137,17 @@ class PositionedModel(nn.Module):
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt is {output_fmt!r}; choose NCHW (maps) or NLC (tokens)")
         take, last = feature_take_indices(len(self.blocks), indices)
-        patches = self.embed_patches(x)
-        grid = (patches.shape[1], patches.shape[2])
-        x, positions = self._place(patches)
-        prefix = self.num_prefix_tokens
-        if output_fmt == "NCHW" and x.shape[1] != prefix + grid[0] * grid[1]:
+        start = self._start(x, attn_mask)
+        x, grid, prefix = start.tokens, start.grid, self.num_prefix_tokens
+        if output_fmt == "NCHW" and (grid is None or x.shape[1] != prefix + grid[0] * grid[1]):
             raise ValueError(
-                "output_fmt is 'NCHW' and patches were dropped; maps need all patches: use 'NLC' or eval mode"
+                "output_fmt is 'NCHW' and patches were dropped, or the images' grids differ; maps need all patches of "
+                "one grid: use 'NLC' or eval mode"
             )
         maps, prefixes = [], []
         blocks = self.blocks[: last + 1] if stop_early else self.blocks
-        for index, (block, position) in enumerate(zip(blocks, positions, strict=False)):
-            x = self._run_block(block, x, attn_mask, is_causal, position)
+        for index, (block, position) in enumerate(zip(blocks, start.positions, strict=False)):
+            x = self._run_block(block, x, start.mask, is_causal, position)
             if index in take:
                 taken = self.norm(x) if norm else x
                 prefixes.append(taken[:, :prefix])
@@ -146,6 +160,8 @@ class PositionedModel(nn.Module):
             result: dict[str, Any] = {"image_intermediates": maps}
             if with_tokens:
                 result["image_intermediates_prefix"] = prefixes
+            if start.valid is not None:
+                result["patch_valid"] = start.valid
             if not intermediates_only:
                 result["image_features"] = self.norm(x)
             return result
@@ -212,6 +228,11 @@ class PositionedModel(nn.Module):
                 f"{(1, prefix + grid[0] * grid[1], self.pos_embed.shape[2])}"
             )
         return resample_abs_pos_embed(embedding, list(own), list(grid), num_prefix_tokens=prefix)
+
+    def _start(self, x: Tensor, attn_mask: Tensor | None) -> Start:
+        """Images (batch, channels, height, width) -> what the blocks get."""
+        patches = self.embed_patches(x)
+        return Start(*self._place(patches), (patches.shape[1], patches.shape[2]), attn_mask)
 
     def _place(self, patches: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Sequence[Position | None]]:
         """Patches -> tokens with prefix and absolute embedding, and what each block gets of their positions."""
@@ -284,6 +305,10 @@ class PositionedModel(nn.Module):
         method, train_size, knobs = self.extension
         return self.position.extension_for(method, train_size=train_size, size=grid, **knobs)
 
+    def _drop_absolute(self) -> None:
+        """Take the model's own absolute embedding away."""
+        self.pos_embed = None
+
     def _run_block(
         self,
         block: nn.Module,
@@ -308,78 +333,3 @@ class PositionedModel(nn.Module):
                 raise ValueError(
                     f"images have {side} {length}, which patches of {unit} pixels do not divide; resize them to {valid}"
                 )
-
-
-def convert_any_size(
-    model: Any,
-    kind: type[PositionedModel],
-    position: str | Rope,
-    *,
-    keep_absolute: bool = False,
-    attention: str = "softmax",
-    attention_options: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> PositionedModel:
-    """Make a timm model one of `kind` in place, see `vision_rope.add_position`; then it takes images of any size."""
-    # Everything that can be refused is refused before the model is touched.
-    layers = check_layers(model)
-    attention_options = attention_options or {}
-    turned = check_attention(layers, attention, attention_options)
-    encoding = build_position(model, layers[0], turned, position, options)
-    if attention == "linear" and isinstance(encoding, RelativeEncoding):
-        raise ValueError(
-            f"position {position!r} changes the scores of softmax attention, and attention 'linear' has none; choose a "
-            "rotary encoding, an absolute one (learned, sinusoidal) or none"
-        )
-    name = position.name if isinstance(position, Rope) else position
-    check_absolute(model, name, keep_absolute)
-    drop = model.patch_drop
-
-    for block in model.blocks:
-        block.__class__ = BLOCKS[type(block)]
-    for layer in layers:
-        if attention == "linear":
-            make_linear(layer, attention_options)
-        else:
-            layer.__class__ = ATTENTIONS[type(layer)]
-    model.__class__ = kind
-    if drop is None:
-        model.patch_drop = nn.Identity()
-    elif isinstance(drop, PatchDropout):
-        # timm built the layer of a distilled deit before it counted the distillation token.
-        kept = max(drop.num_prefix_tokens, model.num_prefix_tokens)
-        model.patch_drop = PatchDropoutWithIndices(drop.prob, kept, drop.ordered).train(drop.training)
-    if not keep_absolute and name not in KEEPING:
-        model.pos_embed = None
-    model.position = encoding if encoding is None else encoding.train(model.training)
-    model.position_name = name
-    model.attention_name = attention
-    model.train_grid = tuple(model.patch_embed.grid_size)
-    model.extension = None
-    _accept_any_size(model)
-    return model
-
-
-def check_layers(model: Any) -> list[Any]:
-    """All attention layers of a timm model, or ValueError for layers that are not known here."""
-    layers = []
-    for block in model.blocks:
-        if type(block) not in BLOCKS:
-            known = ", ".join(kind.__name__ for kind in BLOCKS)
-            raise ValueError(f"the model's blocks are {type(block).__name__}; add_position supports {known}")
-        layers += attention_layers(block)
-    for layer in layers:
-        if type(layer) not in ATTENTIONS:
-            known = ", ".join(kind.__name__ for kind in ATTENTIONS)
-            raise ValueError(f"the model's attention is {type(layer).__name__}; add_position supports timm's {known}")
-    return layers
-
-
-def _accept_any_size(model: Any) -> None:
-    """timm's dynamic_img_size, after the fact: patches stay a grid until positions are added."""
-    model.dynamic_img_size = True
-    model.patch_embed.strict_img_size = False
-    model.patch_embed.flatten = False
-    model.patch_embed.output_fmt = Format.NHWC
-    if type(model.patch_embed) is PatchEmbed:
-        model.patch_embed.__class__ = AnySizePatchEmbed

@@ -33,7 +33,9 @@ def check_attention(layers: Sequence[Any], attention: str, options: Mapping[str,
     return layers[0].head_dim
 
 
-def build_position(model: Any, layer: Any, turned: int, position: str | Rope, options: dict[str, Any]) -> Any:
+def build_position(
+    model: Any, layer: Any, turned: int, position: str | Rope, options: dict[str, Any], grid: tuple[int, ...]
+) -> Any:
     """The encoding's module; None where it needs none. A rotary one turns `turned` channels of a head."""
     if isinstance(position, Rope) or position in PRESETS:
         shape = {"head_dim": turned, "num_heads": layer.num_heads, "depth": len(model.blocks)}
@@ -71,7 +73,7 @@ def build_position(model: Any, layer: Any, turned: int, position: str | Rope, op
         position,
         options,
         axes=2,
-        size=tuple(model.patch_embed.grid_size),
+        size=grid,
         embed_dim=model.embed_dim,
         num_heads=layer.num_heads,
         head_dim=layer.head_dim,
@@ -80,12 +82,12 @@ def build_position(model: Any, layer: Any, turned: int, position: str | Rope, op
     return None if encoding is None else encoding.to(layer.proj.weight)
 
 
-def check_absolute(model: Any, name: str, keep_absolute: bool) -> None:
+def check_absolute(has_absolute: bool, name: str, keep_absolute: bool) -> None:
     if name in KEEPING and keep_absolute:
         raise ValueError(
             f"keep_absolute=True has no effect with position {name!r}, which keeps the absolute embedding; leave it out"
         )
-    if model.pos_embed is None and (keep_absolute or name == "learned"):
+    if not has_absolute and (keep_absolute or name == "learned"):
         raise ValueError(
             "the model has no absolute embedding to keep (pos_embed is None); leave keep_absolute out, or build the "
             "timm model with one (pos_embed='learn', or use_abs_pos_emb=True)"

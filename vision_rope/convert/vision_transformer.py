@@ -8,7 +8,8 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from vision_rope.convert.model import PositionedModel, convert_any_size
+from vision_rope.convert.conversion import convert_any_size
+from vision_rope.convert.model import PositionedModel
 from vision_rope.rope import Rope
 
 
