@@ -25,7 +25,8 @@ class Rotation:
         cos, sin: one value a pair, (heads or 1, tokens, head_dim / 2), with a batch axis in front where samples differ.
         pairing: which channels form pair i: "interleaved" 2i and 2i + 1; "half" i and i + head_dim / 2; "half-per-axis"
             the same within each half of the head, of which each has its own axis.
-        attention_scale: factor of the softmax scale (YaRN's temperature), so that cos and sin stay a rotation.
+        attention_scale: factor of the softmax scale (YaRN's temperature), so that cos and sin stay a rotation; a tensor
+            (batch, 1, 1, 1) where samples differ in it.
         phase: cos + i sin, where it is known already.
 
     Raises: ValueError for an unknown pairing.
@@ -34,7 +35,7 @@ class Rotation:
     cos: Tensor
     sin: Tensor
     pairing: Pairing
-    attention_scale: float = 1.0
+    attention_scale: float | Tensor = 1.0
     phase: InitVar[Tensor | None] = None
 
     def __post_init__(self, phase: Tensor | None) -> None:

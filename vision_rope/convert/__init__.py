@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import timm
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva
+from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from vision_rope.convert import eva, vision_transformer
+from vision_rope.convert import eva, naflex, vision_transformer
 from vision_rope.convert.model import PositionedModel
 from vision_rope.convert.own_rope import OWN
 from vision_rope.convert.pairing import convert_pairing
@@ -58,6 +59,11 @@ FAMILIES: dict[type[nn.Module], Family] = {
     VisionTransformerDistilled: Family(vision_transformer.convert, ANY_SIZE, "deit, distilled"),
     Eva: Family(
         eva.convert, ANY_SIZE, "eva, eva02, vit_*_dinov3, vit_pe, vit_*_rope, vit_*_rope_mixed; own RoPE replaced"
+    ),
+    NaFlexVit: Family(
+        naflex.convert,
+        f"{ANY_SIZE}, and several sizes in one batch",
+        "naflexvit, other names with use_naflex=True; own RoPE replaced",
     ),
 }
 

@@ -87,7 +87,10 @@ class PositionedAttention(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, position: Position
     ) -> Tensor:
-        scale = self.scale * position.attention_scale
+        factor = position.attention_scale
+        if isinstance(factor, Tensor):  # samples differ in it, and no kernel takes more than one number
+            q, factor = q * factor.to(q.dtype), 1.0
+        scale = self.scale * factor
         terms = position if isinstance(position, RelativeTerms) else None
         if terms is not None:
             if is_causal and mask is not None:
@@ -111,7 +114,7 @@ class PositionedAttention(nn.Module):
             mask=mask if boolean else None,
             bias=None if boolean else mask,
             # torch's own default scale where nothing changes it, so that results stay equal to timm's to the last bit.
-            scale=None if position.attention_scale == 1.0 else scale,
+            scale=None if factor == 1.0 else scale,
             dropout=self.attn_drop.p if self.training else 0.0,
             is_causal=is_causal,
         )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from timm.layers import RotaryEmbeddingMixed
 from timm.models.eva import Eva
 
 from vision_rope.convert.conversion import convert_any_size
 from vision_rope.convert.model import PositionedModel
-from vision_rope.convert.own_rope import OWN, mixed_from_timm, own_rope, timm_rope
+from vision_rope.convert.own_rope import OWN, adopt_frequencies, own_rope, timm_rope
 from vision_rope.rope import Rope
 
 
@@ -25,11 +23,5 @@ def convert(model: Any, position: str | Rope, **options: Any) -> PositionedModel
     positioned = convert_any_size(model, PositionedEva, chosen, **options)
     model.rope = None
     model.rope_mixed = False
-    if isinstance(own, RotaryEmbeddingMixed):
-        positioned.timm_axes = own.grid_indexing
-        if position == "rope-vit-mixed" and not {"base", "generator"} & options.keys():
-            # The weights were trained with these frequencies.
-            with torch.no_grad():
-                frequencies = mixed_from_timm(own.freqs, own.grid_indexing)
-                positioned.position.learned_frequencies.copy_(frequencies)  # type: ignore[union-attr, operator]
+    adopt_frequencies(positioned, own, position, options)
     return positioned

@@ -275,14 +275,9 @@ class PositionedModel(nn.Module):
 
     def _positions(self, grid: tuple[int, int], kept: Tensor | None, device: torch.device) -> Sequence[Position | None]:
         """What each block gets, for the patches that are left (kept: (batch, patches) indices; None: all)."""
-        encoding = self.position
-        if not isinstance(encoding, Rope | RelativeEncoding):
+        encoding = self._encoding_in_attention()
+        if encoding is None:
             return [None] * len(self.blocks)
-        if len(self.blocks) > encoding.depth:
-            raise ValueError(
-                f"the model has {len(self.blocks)} blocks and its encoding layers for {encoding.depth}; "
-                "add blocks before add_position"
-            )
         if isinstance(encoding, RelativeEncoding):
             positions = grid_positions(*grid, device=device)
             return encoding(positions if kept is None else positions[kept], grid, self.num_prefix_tokens)
@@ -298,6 +293,21 @@ class PositionedModel(nn.Module):
         if self.training:
             positions = encoding.coordinates.augment(positions)
         return encoding.rotations(with_prefix(positions[kept], self.num_prefix_tokens), self._extension(grid))
+
+    def _encoding_in_attention(self) -> Rope | RelativeEncoding | None:
+        """The encoding where it acts in attention.
+
+        Raises: ValueError where it has fewer layers than the model.
+        """
+        encoding = self.position
+        if not isinstance(encoding, Rope | RelativeEncoding):
+            return None
+        if len(self.blocks) > encoding.depth:
+            raise ValueError(
+                f"the model has {len(self.blocks)} blocks and its encoding layers for {encoding.depth}; "
+                "add blocks before add_position"
+            )
+        return encoding
 
     def _extension(self, grid: tuple[int, int]) -> Extension | None:
         if self.extension is None or not isinstance(self.position, Rope):

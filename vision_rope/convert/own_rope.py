@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,22 @@ def mixed_to_timm(frequencies: Tensor, indexing: str) -> Tensor:
     """The inverse of `mixed_from_timm`."""
     freqs = frequencies.permute(2, 0, 1, 3)
     return (freqs if indexing == "ij" else freqs.flip(0)).contiguous()
+
+
+def adopt_frequencies(model: Any, module: Any, position: str | Rope, options: Mapping[str, Any]) -> None:
+    """Tell a converted model timm's layout of learned frequencies, and begin with them unless others were asked for.
+
+    Args:
+        module: the rotary embedding that timm built the model with, or None.
+        position, options: what was asked for.
+    """
+    if not isinstance(module, RotaryEmbeddingMixed):
+        return
+    model.timm_axes = module.grid_indexing
+    if position == "rope-vit-mixed" and not {"base", "generator"} & options.keys():
+        # The weights were trained with these frequencies.
+        with torch.no_grad():
+            model.position.learned_frequencies.copy_(mixed_from_timm(module.freqs, module.grid_indexing))
 
 
 def _axial(module: Any, depth: int) -> Rope:
