@@ -193,6 +193,8 @@ def test_what_has_no_counterpart_is_refused_untouched() -> None:
         vr.add_position(timm.create_model("eva_giant_patch14_224", img_size=28, **TINY), OWN)
     with pytest.raises(ValueError, match="keep_absolute=True has no effect with position 'own'"):
         vr.add_position(build("eva02"), OWN, keep_absolute=True)
+    with pytest.raises(ValueError, match="the options base would have no effect"):
+        vr.add_position(build("eva02"), OWN, base=100.0)
     with pytest.raises(ValueError, match="grid of type 'pixel'"):
         translate(RotaryEmbeddingCat(16, in_pixels=True), depth=1)
     model = build("dinov3", rope_grid_offset=0.5)

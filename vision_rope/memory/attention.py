@@ -1,0 +1,302 @@
+"""Memory attention of SAM 2: tokens of a frame look at each other, then at stored frames and object pointers.
+
+Names of parameters are those of SAM 2 and SAM 2.1. Grids are passed: nothing here takes a root of a number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vision_rope.attention import attend
+from vision_rope.memory.folded import average_memory
+from vision_rope.rope_presets import preset
+from vision_rope.rotation import Rotation, rotate
+from vision_rope.turning import is_eager
+
+Grid = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class MemoryEntry:
+    """A stored frame, or object pointers, as memory attention reads them.
+
+    Attributes:
+        features: what is remembered: values are made of it, and keys of it and its positions.
+        grid: (rows, columns) of a frame; None for pointers, whose keys are not rotated.
+        position: sine encoding that keys have and values do not.
+        age: encoding of how long ago that was, the same for all tokens; keys alone have it.
+        keys: rotated keys of each layer without their age, from `MemoryAttention.prepare_keys`; None computes them.
+
+    Shapes: features (batch, tokens, memory_dim), position (tokens, memory_dim) or with a batch in front, age
+        (memory_dim), keys of a layer (batch, tokens, dim).
+    """
+
+    features: Tensor
+    grid: Grid | None
+    position: Tensor | None = None
+    age: Tensor | None = None
+    keys: tuple[Tensor, ...] | None = None
+
+
+class RopeAttention(nn.Module):
+    """Attention with a rotation of queries and keys, between tokens of dim and of kv_dim channels.
+
+    Args:
+        internal_dim: channels of queries and keys of all heads together; dim when not given.
+        dropout: of attention weights, in training.
+    Source: SAM 2 (arXiv 2408.00714), appendix D.1.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int = 1,
+        kv_dim: int | None = None,
+        internal_dim: int | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        internal_dim = internal_dim or dim
+        if num_heads < 1 or internal_dim % num_heads:
+            raise ValueError(f"num_heads is {num_heads} and must divide the {internal_dim} channels of the attention")
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.q_proj = nn.Linear(dim, internal_dim)
+        self.k_proj = nn.Linear(kv_dim or dim, internal_dim)
+        self.v_proj = nn.Linear(kv_dim or dim, internal_dim)
+        self.out_proj = nn.Linear(internal_dim, dim)
+
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Self-attention of the tokens of one grid.
+
+        Shapes: x (batch, tokens, dim) -> the same.
+        """
+        return self.read(x, rotation, [self.make_keys(x, rotation)], [None], [x])
+
+    def make_keys(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        """Keys of tokens, turned where a rotation is given.
+
+        Shapes: x (batch, tokens, kv_dim) -> (batch, tokens, internal_dim); of several grids one after another where
+            tokens are a multiple of the rotation's.
+        """
+        keys = self.k_proj(x)
+        if rotation is None:
+            return keys
+        # Heads, then frames stand before the tokens of a frame, which all turn alike.
+        frames = keys.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
+        frames = frames.unflatten(-2, (-1, rotation.cos.shape[-2]))
+        turned = rotate(frames, rotation, overwrite=type(self.k_proj) is nn.Linear)
+        return turned.flatten(-3, -2).transpose(-3, -2).flatten(-2)
+
+    def make_age(self, age: Tensor, rotation: Rotation | None) -> Tensor:
+        """What an age adds to the keys of a frame: projections and rotations are linear, R W (m + t) = R W m + R W t.
+
+        Shapes: age (kv_dim) -> (tokens or 1, internal_dim)
+        """
+        term = age @ self.k_proj.weight.T
+        if rotation is None:
+            return term[None]
+        heads = term.unflatten(-1, (self.num_heads, 1, -1)).expand(-1, rotation.cos.shape[-2], -1)
+        return rotate(heads, rotation).transpose(0, 1).flatten(-2)
+
+    def read(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        keys: Sequence[Tensor],
+        ages: Sequence[Tensor | None],
+        memory: Sequence[Tensor],
+    ) -> Tensor:
+        """Attend to parts of a memory with keys that are made already.
+
+        Shapes: x (batch, tokens, dim), keys (batch or 1, n_i, internal_dim), ages (n_i or 1, internal_dim), memory
+            (batch or 1, n_i, kv_dim) -> (batch, tokens, dim)
+        """
+        q = rotate(self._split_heads(self.q_proj(x)), rotation, overwrite=type(self.q_proj) is nn.Linear)
+        if self._can_fold(q, keys, memory):
+            q = q.squeeze(1) * q.shape[-1] ** -0.5
+            ages = [None if age is None else age.expand(k.shape[-2], -1) for age, k in zip(ages, keys, strict=True)]
+            return self.out_proj(self.v_proj(average_memory(q, keys, ages, memory)))
+        aged = [k if age is None else k + age for k, age in zip(keys, ages, strict=True)]
+        batch = max(part.shape[0] for part in (x, *aged, *memory))
+        k, m = (torch.cat([part.expand(batch, -1, -1) for part in parts], dim=1) for parts in (aged, memory))
+        v = self._split_heads(self.v_proj(m))
+        dropout = self.dropout if self.training else 0.0
+        out = attend(q.expand(batch, -1, -1, -1), self._split_heads(k), v, dropout=dropout)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def _can_fold(self, q: Tensor, keys: Sequence[Tensor], memory: Sequence[Tensor]) -> bool:
+        """Whether averaging the memory instead of values is both right and faster."""
+        if self.num_heads > 1 or self.v_proj.in_features >= self.v_proj.out_features:
+            return False
+        if torch.is_grad_enabled() and (
+            q.requires_grad or self.v_proj.weight.requires_grad or any(x.requires_grad for x in (*keys, *memory))
+        ):
+            return False
+        wide = q.dtype in (torch.float32, torch.float64) and all(x.dtype == q.dtype for x in (*keys, *memory))
+        return q.device.type == "cpu" and wide and is_eager(q) and not (self.training and self.dropout > 0)
+
+
+class MemoryAttentionLayer(nn.Module):
+    """One layer: self-attention, attention to the memory, and a perceptron, each behind a norm and beside a residual."""
+
+    def __init__(self, dim: int, memory_dim: int, mlp_dim: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.self_attn = RopeAttention(dim, num_heads=num_heads, dropout=dropout)
+        self.cross_attn_image = RopeAttention(dim, num_heads=num_heads, kv_dim=memory_dim, dropout=dropout)
+        self.linear1 = nn.Linear(dim, mlp_dim)
+        self.linear2 = nn.Linear(mlp_dim, dim)
+        self.norm1 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.norm3 = nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        keys: Sequence[Tensor],
+        ages: Sequence[Tensor | None],
+        memory: Sequence[Tensor],
+    ) -> Tensor:
+        """Shapes: as of `RopeAttention.read`."""
+        x = x + self.dropout(self.self_attn(self.norm1(x), rotation))
+        x = x + self.dropout(self.cross_attn_image.read(self.norm2(x), rotation, keys, ages, memory))
+        hidden = self.dropout(self.linear1(self.norm3(x)).relu())
+        return x + self.dropout(self.linear2(hidden))
+
+
+class MemoryAttention(nn.Module):
+    """Tokens of a frame, conditioned on stored frames and object pointers.
+
+    Args:
+        dim: channels of the frame's tokens.
+        memory_dim: channels of what is stored.
+        depth: number of layers.
+        mlp_dim: hidden channels of a layer's perceptron.
+        base: base of the rotary embedding, preset "sam2".
+        dropout: of attention weights and of residual branches, in training, as in SAM 2.
+
+    Source: SAM 2 (arXiv 2408.00714), section 4 and appendix D.1.
+    """
+
+    def __init__(
+        self,
+        dim: int = 256,
+        memory_dim: int = 64,
+        depth: int = 4,
+        mlp_dim: int = 2048,
+        num_heads: int = 1,
+        base: float = 10000.0,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            MemoryAttentionLayer(dim, memory_dim, mlp_dim, num_heads, dropout) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.rope = preset("sam2", head_dim=dim // num_heads, base=base)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        memory: Tensor,
+        *,
+        grid: Grid,
+        tokens_pos: Tensor | None = None,
+        memory_pos: Tensor | None = None,
+        num_pointer_tokens: int = 0,
+    ) -> Tensor:
+        """SAM 2's own call: stored frames of one grid lie one after another in the memory, then tokens of pointers.
+
+        Args:
+            grid: (rows, columns) of the frame and of every stored one.
+            tokens_pos: position encoding of the tokens, a tenth of which is added to them.
+            memory_pos: position encoding of the memory, ages included, which keys have.
+            num_pointer_tokens: how many tokens at the end of the memory are object pointers, whose keys do not turn.
+
+        Shapes: tokens (batch, rows * columns, dim), memory (batch, frames * rows * columns + num_pointer_tokens,
+            memory_dim), tokens_pos and memory_pos as what they are added to -> (batch, rows * columns, dim)
+        Raises: ValueError where tokens or memory do not fit the grid.
+        """
+        rotation = self._rotation(grid, tokens.device)
+        self._check_tokens(tokens, grid)
+        tokens_of_frames = memory.shape[-2] - num_pointer_tokens
+        if not 0 <= num_pointer_tokens <= memory.shape[-2] or tokens_of_frames % (grid[0] * grid[1]):
+            raise ValueError(
+                f"memory has {memory.shape[-2]} tokens, {num_pointer_tokens} of them of pointers; the others must be "
+                f"whole frames of the grid {tuple(grid)}, {grid[0] * grid[1]} tokens each: give entries to `read` "
+                "where stored frames have grids of their own"
+            )
+        placed = memory if memory_pos is None else memory + memory_pos
+        sizes = [tokens_of_frames, num_pointer_tokens]
+        parts = [
+            (m, p, r)
+            for m, p, r in zip(memory.split(sizes, 1), placed.split(sizes, 1), (rotation, None), strict=True)
+            if m.shape[1]
+        ]
+        x = tokens if tokens_pos is None else tokens + 0.1 * tokens_pos
+        for layer in self.layers:
+            keys = [layer.cross_attn_image.make_keys(p, r) for _, p, r in parts]
+            x = layer(x, rotation, keys, [None] * len(parts), [m for m, _, _ in parts])
+        return self.norm(x)
+
+    def read(
+        self, tokens: Tensor, entries: Sequence[MemoryEntry], *, grid: Grid, tokens_pos: Tensor | None = None
+    ) -> Tensor:
+        """Condition a frame on entries of a bank, each with its own grid, age and, where prepared, keys.
+
+        Where all objects see one frame, give its tokens once (batch 1): until the memory is read they are the same.
+
+        Shapes: tokens (batch or 1, rows * columns, dim) -> (batch, rows * columns, dim), the batch that of the entries.
+        Raises: ValueError where there are no entries, or tokens do not fit their grid.
+        """
+        if not entries:
+            raise ValueError("entries is empty; a frame without memory is not read: SAM 2 adds no_mem_embed instead")
+        rotation = self._rotation(grid, tokens.device)
+        self._check_tokens(tokens, grid)
+        rotations = [None if e.grid is None else self._rotation(e.grid, tokens.device) for e in entries]
+        memory = [entry.features for entry in entries]
+        x = tokens if tokens_pos is None else tokens + 0.1 * tokens_pos
+        for index, layer in enumerate(self.layers):
+            cross = layer.cross_attn_image
+            keys = [
+                cross.make_keys(_place(entry), r) if entry.keys is None else entry.keys[index]
+                for entry, r in zip(entries, rotations, strict=True)
+            ]
+            ages = [
+                None if entry.age is None else cross.make_age(entry.age, r)
+                for entry, r in zip(entries, rotations, strict=True)
+            ]
+            x = layer(x, rotation, keys, ages, memory)
+        return self.norm(x)
+
+    def prepare_keys(self, entry: MemoryEntry) -> tuple[Tensor, ...]:
+        """Rotated keys of a stored frame in every layer, without its age, which changes with every frame.
+
+        They are right as long as the frame's memory and the weights stay; where gradients are on, make none.
+        """
+        rotation = None if entry.grid is None else self._rotation(entry.grid, entry.features.device)
+        return tuple(layer.cross_attn_image.make_keys(_place(entry), rotation) for layer in self.layers)
+
+    def _rotation(self, grid: Grid, device: torch.device) -> Rotation:
+        return self.rope.grid_rotations(*grid, device=device)[0]
+
+    def _check_tokens(self, tokens: Tensor, grid: Grid) -> None:
+        if tokens.ndim != 3 or tokens.shape[1] != grid[0] * grid[1]:
+            raise ValueError(
+                f"tokens has shape {tuple(tokens.shape)}; a frame of the grid {tuple(grid)} has (batch, "
+                f"{grid[0] * grid[1]}, channels)"
+            )
+
+
+def _place(entry: MemoryEntry) -> Tensor:
+    return entry.features if entry.position is None else entry.features + entry.position
