@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +147,7 @@ class RopeAttention(nn.Module):
 
 
 class MemoryAttentionLayer(nn.Module):
-    """One layer: self-attention, attention to the memory, and a perceptron, each behind a norm and beside a residual."""
+    """Self-attention, attention to the memory, a perceptron: each behind a norm, and added to what came in."""
 
     def __init__(self, dim: int, memory_dim: int, mlp_dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -199,11 +200,11 @@ class MemoryAttention(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
+        self.layers: Any = nn.ModuleList(
             MemoryAttentionLayer(dim, memory_dim, mlp_dim, num_heads, dropout) for _ in range(depth)
         )
         self.norm = nn.LayerNorm(dim)
-        self.rope = preset("sam2", head_dim=dim // num_heads, base=base)
+        self.rope: Any = preset("sam2", head_dim=dim // num_heads, base=base)
 
     def forward(
         self,

@@ -26,8 +26,8 @@ def average_memory(
         ages: what is added to the keys of a part, or None.
         memory: the parts themselves.
 
-    Shapes: q (batch, queries, dim), keys (batch or 1, n_i, dim), ages (n_i, dim), memory (batch or 1, n_i, memory_dim) ->
-        (batch, queries, memory_dim)
+    Shapes: q (batch, queries, dim), keys (batch or 1, n_i, dim), ages (n_i, dim), memory (batch or 1, n_i,
+        memory_dim) -> (batch, queries, memory_dim)
     Source: online softmax (arXiv 1805.02867), as FlashAttention (arXiv 2205.14135) blocks it.
     """
     batch = max(x.shape[0] for x in (q, *keys, *memory))
