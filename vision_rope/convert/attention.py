@@ -85,9 +85,9 @@ class PositionedAttention(nn.Module):
         return not (isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity))
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, position: Position
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, position: Position | None
     ) -> Tensor:
-        factor = position.attention_scale
+        factor = 1.0 if position is None else position.attention_scale
         if isinstance(factor, Tensor):  # samples differ in it, and no kernel takes more than one number
             q, factor = q * factor.to(q.dtype), 1.0
         scale = self.scale * factor

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from timm.layers import Format, PatchDropout, PatchDropoutWithIndices, PatchEmbed
 from torch import nn
 
-from vision_rope.convert.attention import ATTENTIONS
+from vision_rope.convert.attention import ATTENTIONS, PositionedAttention
 from vision_rope.convert.blocks import BLOCKS, AnySizePatchEmbed, attention_layers
 from vision_rope.convert.linear import make_linear
 from vision_rope.convert.model import PositionedModel
@@ -17,11 +18,25 @@ from vision_rope.relative import RelativeEncoding
 from vision_rope.rope import Rope
 
 
+@dataclass(frozen=True)
+class Layers:
+    """What timm's blocks and attention layers become, by their classes."""
+
+    blocks: Mapping[type[nn.Module], type[nn.Module]]
+    attentions: Mapping[type[nn.Module], type[PositionedAttention]]
+
+
+PLAIN = Layers(BLOCKS, ATTENTIONS)
+
+
 def convert_any_size(model: Any, kind: type[PositionedModel], position: str | Rope, **options: Any) -> PositionedModel:
     """Make a timm model one of `kind` in place, see `vision_rope.add_position`; then it takes images of any size."""
     grid = tuple(model.patch_embed.grid_size)
     positioned = convert_model(model, kind, position, grid, has_absolute=model.pos_embed is not None, **options)
-    _accept_any_size(model)
+    use_grids(model)
+    # As timm's option of this name, after the fact.
+    model.dynamic_img_size = True
+    model.patch_embed.strict_img_size = False
     return positioned
 
 
@@ -32,6 +47,7 @@ def convert_model(
     grid: tuple[int, ...],
     *,
     has_absolute: bool,
+    known: Layers = PLAIN,
     keep_absolute: bool = False,
     attention: str = "softmax",
     attention_options: Mapping[str, Any] | None = None,
@@ -42,9 +58,10 @@ def convert_model(
     Args:
         grid: rows and columns of patches it was built for.
         has_absolute: whether it has an absolute embedding.
+        known: the blocks and attention layers of its family.
     """
     # Everything that can be refused is refused before the model is touched.
-    layers = check_layers(model)
+    layers = check_layers(model, known)
     attention_options = attention_options or {}
     turned = check_attention(layers, attention, attention_options)
     encoding = build_position(model, layers[0], turned, position, options, grid)
@@ -55,15 +72,15 @@ def convert_model(
         )
     name = position.name if isinstance(position, Rope) else position
     check_absolute(has_absolute, name, keep_absolute)
-    drop = model.patch_drop
+    drop = getattr(model, "patch_drop", None)
 
     for block in model.blocks:
-        block.__class__ = BLOCKS[type(block)]
+        block.__class__ = known.blocks[type(block)]
     for layer in layers:
         if attention == "linear":
             make_linear(layer, attention_options)
         else:
-            layer.__class__ = ATTENTIONS[type(layer)]
+            layer.__class__ = known.attentions[type(layer)]
     model.__class__ = kind
     if drop is None:
         model.patch_drop = nn.Identity()
@@ -81,25 +98,23 @@ def convert_model(
     return model
 
 
-def check_layers(model: Any) -> list[Any]:
+def check_layers(model: Any, known: Layers) -> list[Any]:
     """All attention layers of a timm model, or ValueError for layers that are not known here."""
     layers = []
     for block in model.blocks:
-        if type(block) not in BLOCKS:
-            known = ", ".join(kind.__name__ for kind in BLOCKS)
-            raise ValueError(f"the model's blocks are {type(block).__name__}; add_position supports {known}")
+        if type(block) not in known.blocks:
+            names = ", ".join(kind.__name__ for kind in known.blocks)
+            raise ValueError(f"the model's blocks are {type(block).__name__}; add_position supports {names}")
         layers += attention_layers(block)
     for layer in layers:
-        if type(layer) not in ATTENTIONS:
-            known = ", ".join(kind.__name__ for kind in ATTENTIONS)
-            raise ValueError(f"the model's attention is {type(layer).__name__}; add_position supports timm's {known}")
+        if type(layer) not in known.attentions:
+            names = ", ".join(kind.__name__ for kind in known.attentions)
+            raise ValueError(f"the model's attention is {type(layer).__name__}; add_position supports timm's {names}")
     return layers
 
 
-def _accept_any_size(model: Any) -> None:
-    """timm's dynamic_img_size, after the fact: patches stay a grid until positions are added."""
-    model.dynamic_img_size = True
-    model.patch_embed.strict_img_size = False
+def use_grids(model: Any) -> None:
+    """Leave patches a grid until positions are added."""
     model.patch_embed.flatten = False
     model.patch_embed.output_fmt = Format.NHWC
     if type(model.patch_embed) is PatchEmbed:

@@ -80,6 +80,11 @@ class PositionedModel(nn.Module):
         if freqs is not None and getattr(self.position, "learned_frequencies", None) is not None:
             del state_dict[f"{prefix}rope.freqs"]
             state_dict[f"{prefix}position.learned_frequencies"] = mixed_from_timm(freqs, self.timm_axes)
+        # No file holds timm's indices of offsets and zero biases, and to_empty leaves anything in them.
+        for module in self.modules():
+            refill: Any = getattr(module, "init_non_persistent_buffers", None)
+            if refill is not None:
+                refill()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -335,11 +340,15 @@ class PositionedModel(nn.Module):
     def _check_image_size(self, images: Tensor) -> None:
         if self.patch_embed.dynamic_img_pad:
             return
-        patch = self.patch_embed.feat_ratio(as_scalar=False)
-        for side, length, unit in zip(("height", "width"), images.shape[-2:], patch, strict=True):
-            if length % unit:
-                below, above = length // unit * unit, (length // unit + 1) * unit
-                valid = f"{above}" if below == 0 else f"{below} or {above}"
-                raise ValueError(
-                    f"images have {side} {length}, which patches of {unit} pixels do not divide; resize them to {valid}"
-                )
+        check_divisible("images have", images.shape[-2:], self.patch_embed.feat_ratio(as_scalar=False))
+
+
+def check_divisible(subject: str, size: Sequence[int], patch: Sequence[int]) -> None:
+    """Raise ValueError where patches do not divide a size in pixels, (height, width)."""
+    for side, length, unit in zip(("height", "width"), size, patch, strict=True):
+        if length % unit:
+            below, above = length // unit * unit, (length // unit + 1) * unit
+            valid = f"{above}" if below == 0 else f"{below} or {above}"
+            raise ValueError(
+                f"{subject} {side} {length}, which patches of {unit} pixels do not divide; resize them to {valid}"
+            )
