@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vision_rope.attention import attend, attend_packed
     from vision_rope.checkpoint import load_model, load_run, save_model
-    from vision_rope.convert import add_position, convert_pairing, create_model, set_extension, timm_state_dict
+    from vision_rope.convert import (
+        add_position,
+        convert_pairing,
+        create_model,
+        forward_packed,
+        set_extension,
+        timm_state_dict,
+    )
     from vision_rope.linear_attention import linear_attend, performer_projection
     from vision_rope.multimodal import Image, Text, Video, multimodal_positions
     from vision_rope.positions import (
@@ -47,7 +54,14 @@ _HOMES = {
     "linear_attention": ("linear_attend", "performer_projection"),
     "rope": ("Rope", "extend"),
     "rope_presets": ("preset", "presets"),
-    "convert": ("add_position", "convert_pairing", "create_model", "set_extension", "timm_state_dict"),
+    "convert": (
+        "add_position",
+        "convert_pairing",
+        "create_model",
+        "forward_packed",
+        "set_extension",
+        "timm_state_dict",
+    ),
     "checkpoint": ("load_model", "load_run", "save_model"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -67,6 +81,7 @@ __all__ = [
     "create_model",
     "crop_positions",
     "extend",
+    "forward_packed",
     "grid_positions",
     "linear_attend",
     "load_model",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,8 @@ def attend_packed(
 ) -> Tensor:
     """Softmax attention inside each of several sequences that lie one after the other, as images of different sizes.
 
-    One call of scaled_dot_product_attention a sequence, on views: no mask, no padding, no scores across sequences.
+    A loop of scaled_dot_product_attention on views, neighbours of equal length in one call: no mask, no padding, no
+    scores across sequences.
 
     Args:
         lengths: tokens of each sequence, in the order in which they lie.
@@ -72,8 +73,29 @@ def attend_packed(
     Raises: ValueError where the lengths are not positive whole numbers or do not add up to the tokens.
     """
     sizes = _check_lengths(lengths, {"q": q, "k": k, "v": v})
-    parts = zip(*(x.split(sizes, dim=-2) for x in (q, k, v)), strict=True)
-    return torch.cat([attend(*part, scale=scale, dropout=dropout, is_causal=is_causal) for part in parts], dim=-2)
+    runs = [(len(list(run)), length) for length, run in groupby(sizes)]
+    parts = zip(*(split_runs(x, runs) for x in (q, k, v)), strict=True)
+    attended = [attend(*part, scale=scale, dropout=dropout, is_causal=is_causal) for part in parts]
+    return join_runs(attended, runs, q.shape[:-3])
+
+
+def split_runs(x: Tensor, runs: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Sequences that lie one after the other, each run of neighbours of equal length as a batch.
+
+    Args:
+        runs: of each the number of sequences and the tokens of one.
+
+    Shapes: (..., heads, tokens of all sequences, head_dim) -> a run (number of sequences * ..., heads, tokens of one,
+        head_dim)
+    """
+    parts = x.split([count * length for count, length in runs], dim=-2)
+    return [part.unflatten(-2, run).movedim(-3, 0).flatten(0, -4) for part, run in zip(parts, runs, strict=True)]
+
+
+def join_runs(parts: Sequence[Tensor], runs: Sequence[tuple[int, int]], batch: Sequence[int]) -> Tensor:
+    """The inverse of `split_runs`, for the batch axes `batch` in front of the heads."""
+    laid = [part.unflatten(0, (count, *batch)).movedim(0, -3) for part, (count, _) in zip(parts, runs, strict=True)]
+    return torch.cat([part.flatten(-3, -2) for part in laid], dim=-2)
 
 
 def _check_lengths(lengths: Sequence[int], tensors: dict[str, Tensor]) -> list[int]:

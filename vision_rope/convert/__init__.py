@@ -20,6 +20,7 @@ from torch import nn
 from vision_rope.convert import eva, naflex, vision_transformer
 from vision_rope.convert.model import PositionedModel
 from vision_rope.convert.own_rope import OWN
+from vision_rope.convert.packed import forward_packed
 from vision_rope.convert.pairing import convert_pairing
 from vision_rope.convert.timm_weights import timm_state_dict
 from vision_rope.encodings import ENCODINGS
@@ -33,6 +34,7 @@ __all__ = [
     "check_position",
     "convert_pairing",
     "create_model",
+    "forward_packed",
     "set_extension",
     "timm_state_dict",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +12,27 @@ from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vision_rope.attention import attend
+from vision_rope.attention import attend, join_runs, split_runs
 from vision_rope.relative import RelativeTerms
 from vision_rope.rotation import Rotation, rotate, rotate_qkv
 
-Position = Rotation | RelativeTerms
+OfOneGrid = Rotation | RelativeTerms
+
+
+@dataclass(eq=False)
+class Packed:
+    """Positions of images whose tokens lie in one sequence, one image after the other; each attends to itself alone.
+
+    Attributes:
+        runs: of neighbours of equal size, how many they are, and the tokens of one.
+        positions: those of each run, which are the same for all of its images, or have a batch axis.
+    """
+
+    runs: list[tuple[int, int]]
+    positions: list[OfOneGrid | None]
+
+
+Position = OfOneGrid | Packed
 
 
 class PositionedAttention(nn.Module):
@@ -44,6 +61,8 @@ class PositionedAttention(nn.Module):
         """Shapes: x (batch, tokens, dim) -> (batch, tokens, dim)."""
         if rope is None:
             return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
+        if isinstance(rope, Packed):
+            return self._project(self._attend_packed(x, rope), x)
         return self._project(self._attend(*self._split(x, rope), attn_mask, is_causal, rope), x)
 
     def _project(self, attended: Tensor, x: Tensor) -> Tensor:
@@ -61,7 +80,21 @@ class PositionedAttention(nn.Module):
         assert self.qkv is not None
         return self.qkv(x), _is_unobserved(self.qkv)
 
-    def _split(self, x: Tensor, position: Position | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _attend_packed(self, x: Tensor, packed: Packed) -> Tensor:
+        """Shapes: x (1, tokens of all images, dim) -> (1, heads, tokens of all images, head_dim)."""
+        parts = zip(*(split_runs(part, packed.runs) for part in self._split(x, None)), strict=True)
+        attended = [
+            self._attend_run(q, k, v, position) for (q, k, v), position in zip(parts, packed.positions, strict=True)
+        ]
+        return join_runs(attended, packed.runs, (1,))
+
+    def _attend_run(self, q: Tensor, k: Tensor, v: Tensor, position: OfOneGrid | None) -> Tensor:
+        """Shapes: q, k, v (images, heads, tokens of one, head_dim) -> the same."""
+        if isinstance(position, Rotation):
+            q, k = rotate(q, position), rotate(k, position)
+        return self._attend(q, k, v, None, False, position)
+
+    def _split(self, x: Tensor, position: OfOneGrid | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (batch, heads, tokens, head_dim), turned where there is a rotation."""
         if self.qkv is None:
             layers: Any = (self.q_proj, self.k_proj, self.v_proj)
@@ -85,7 +118,7 @@ class PositionedAttention(nn.Module):
         return not (isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity))
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, position: Position | None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, position: OfOneGrid | None
     ) -> Tensor:
         factor = 1.0 if position is None else position.attention_scale
         if isinstance(factor, Tensor):  # samples differ in it, and no kernel takes more than one number

@@ -10,7 +10,7 @@ from timm.layers import Attention, AttentionRope
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
-from vision_rope.convert.attention import Position, PositionedAttention, PositionedEvaAttention
+from vision_rope.convert.attention import OfOneGrid, Packed, Position, PositionedAttention, PositionedEvaAttention
 from vision_rope.linear_attention import check_feature_map, linear_attend, performer_projection
 from vision_rope.rotation import Rotation
 from vision_rope.suggestion import did_you_mean
@@ -81,19 +81,24 @@ class LinearAttention(PositionedAttention):
                 "attn_mask is given and the model's attention is linear, which has no scores to mask; leave it out "
                 "(is_causal works), or build the model with attention='softmax'"
             )
-        assert rope is None or isinstance(rope, Rotation), "convert refuses other encodings"
-        q, k, v = self._split(x, None)
-        attended = linear_attend(
+        if isinstance(rope, Packed):
+            return self._project(self._attend_packed(x, rope), x)
+        return self._project(self._attend_run(*self._split(x, None), rope, is_causal), x)
+
+    def _attend_run(
+        self, q: Tensor, k: Tensor, v: Tensor, position: OfOneGrid | None, is_causal: bool = False
+    ) -> Tensor:
+        assert position is None or isinstance(position, Rotation), "convert refuses other encodings"
+        return linear_attend(
             q,
             k,
             v,
-            q_rotation=rope,
-            k_rotation=rope,
+            q_rotation=position,
+            k_rotation=position,
             feature_map=self.feature_map,
             projection=None if self.projection is None else self.projection.matrix,
             is_causal=is_causal,
         )
-        return self._project(attended, x)
 
 
 class LinearPlainAttention(LinearAttention, Attention):
