@@ -62,6 +62,8 @@ def convert_model(
     """
     # Everything that can be refused is refused before the model is touched.
     layers = check_layers(model, known)
+    for layer in layers:
+        complete(layer)
     attention_options = attention_options or {}
     turned = check_attention(layers, attention, attention_options)
     encoding = build_position(model, layers[0], turned, position, options, grid)
@@ -111,6 +113,17 @@ def check_layers(model: Any, known: Layers) -> list[Any]:
             names = ", ".join(kind.__name__ for kind in known.attentions)
             raise ValueError(f"the model's attention is {type(layer).__name__}; add_position supports timm's {names}")
     return layers
+
+
+def complete(layer: Any) -> None:
+    """Give an attention layer what timm's plain one has and this one leaves out; it computes what it did."""
+    for part in ("q_norm", "k_norm", "norm"):
+        if not hasattr(layer, part):
+            setattr(layer, part, nn.Identity())
+    if not hasattr(layer, "gate"):
+        layer.gate = None
+    if not hasattr(layer, "head_dim"):
+        layer.head_dim = layer.qkv.out_features // (3 * layer.num_heads)
 
 
 def use_grids(model: Any) -> None:

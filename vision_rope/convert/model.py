@@ -352,3 +352,10 @@ def check_divisible(subject: str, size: Sequence[int], patch: Sequence[int]) -> 
             raise ValueError(
                 f"{subject} {side} {length}, which patches of {unit} pixels do not divide; resize them to {valid}"
             )
+
+
+def check_input_size(embed: Any, img_size: Any, patch_size: Any) -> None:
+    """Raise ValueError for a size that timm's set_input_size would round down without a word."""
+    given = (img_size or embed.img_size), (patch_size or embed.patch_size)
+    size, patch = ((each, each) if isinstance(each, int) else tuple(each) for each in given)
+    check_divisible("img_size has", size, patch)
