@@ -94,8 +94,9 @@ def split_runs(x: Tensor, runs: Sequence[tuple[int, int]]) -> list[Tensor]:
 
 def join_runs(parts: Sequence[Tensor], runs: Sequence[tuple[int, int]], batch: Sequence[int]) -> Tensor:
     """The inverse of `split_runs`, for the batch axes `batch` in front of the heads."""
-    laid = [part.unflatten(0, (count, *batch)).movedim(0, -3) for part, (count, _) in zip(parts, runs, strict=True)]
-    return torch.cat([part.flatten(-3, -2) for part in laid], dim=-2)
+    # Tokens before heads, as the kernels leave them in memory: only the last line copies.
+    laid = [part.unflatten(0, (count, *batch)).transpose(-3, -2) for part, (count, _) in zip(parts, runs, strict=True)]
+    return torch.cat([part.movedim(0, -4).flatten(-4, -3) for part in laid], dim=-3).transpose(-3, -2)
 
 
 def _check_lengths(lengths: Sequence[int], tensors: dict[str, Tensor]) -> list[int]:

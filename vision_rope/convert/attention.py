@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +27,21 @@ class Packed:
     Attributes:
         runs: of neighbours of equal size, how many they are, and the tokens of one.
         positions: those of each run, which are the same for all of its images, or have a batch axis.
+        rotation: of the whole sequence at once, where the positions are rotations.
     """
 
     runs: list[tuple[int, int]]
     positions: list[OfOneGrid | None]
+    rotation: Rotation | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """Attention of each run by itself, its images a batch: attend(q, k, v, mask, is_causal, position).
+
+        Shapes: q, k, v (1, heads, tokens of all images, head_dim) -> the same
+        """
+        parts = zip(*(split_runs(x, self.runs) for x in (q, k, v)), self.positions, strict=True)
+        attended = [attend(*run, None, False, position) for *run, position in parts]
+        return join_runs(attended, self.runs, (1,))
 
 
 Position = OfOneGrid | Packed
@@ -62,7 +74,7 @@ class PositionedAttention(nn.Module):
         if rope is None:
             return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
         if isinstance(rope, Packed):
-            return self._project(self._attend_packed(x, rope), x)
+            return self._project(rope.attend(*self._split(x, rope.rotation), self._attend), x)
         return self._project(self._attend(*self._split(x, rope), attn_mask, is_causal, rope), x)
 
     def _project(self, attended: Tensor, x: Tensor) -> Tensor:
@@ -79,20 +91,6 @@ class PositionedAttention(nn.Module):
         """Queries, keys and values (batch, tokens, 3 * heads * head_dim), and whether nobody else holds them."""
         assert self.qkv is not None
         return self.qkv(x), _is_unobserved(self.qkv)
-
-    def _attend_packed(self, x: Tensor, packed: Packed) -> Tensor:
-        """Shapes: x (1, tokens of all images, dim) -> (1, heads, tokens of all images, head_dim)."""
-        parts = zip(*(split_runs(part, packed.runs) for part in self._split(x, None)), strict=True)
-        attended = [
-            self._attend_run(q, k, v, position) for (q, k, v), position in zip(parts, packed.positions, strict=True)
-        ]
-        return join_runs(attended, packed.runs, (1,))
-
-    def _attend_run(self, q: Tensor, k: Tensor, v: Tensor, position: OfOneGrid | None) -> Tensor:
-        """Shapes: q, k, v (images, heads, tokens of one, head_dim) -> the same."""
-        if isinstance(position, Rotation):
-            q, k = rotate(q, position), rotate(k, position)
-        return self._attend(q, k, v, None, False, position)
 
     def _split(self, x: Tensor, position: OfOneGrid | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (batch, heads, tokens, head_dim), turned where there is a rotation."""

@@ -81,12 +81,14 @@ class LinearAttention(PositionedAttention):
                 "attn_mask is given and the model's attention is linear, which has no scores to mask; leave it out "
                 "(is_causal works), or build the model with attention='softmax'"
             )
+        # What turns are the features, within the attention.
+        q, k, v = self._split(x, None)
         if isinstance(rope, Packed):
-            return self._project(self._attend_packed(x, rope), x)
-        return self._project(self._attend_run(*self._split(x, None), rope, is_causal), x)
+            return self._project(rope.attend(q, k, v, self._attend), x)
+        return self._project(self._attend(q, k, v, None, is_causal, rope), x)
 
-    def _attend_run(
-        self, q: Tensor, k: Tensor, v: Tensor, position: OfOneGrid | None, is_causal: bool = False
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, position: OfOneGrid | None
     ) -> Tensor:
         assert position is None or isinstance(position, Rotation), "convert refuses other encodings"
         return linear_attend(

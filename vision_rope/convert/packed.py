@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from vision_rope.attention import split_runs
 from vision_rope.convert.attention import Packed
 from vision_rope.convert.model import PositionedModel
+from vision_rope.rotation import Rotation
 
-FAMILIES = (VisionTransformer, Eva)
+PACKABLE = (VisionTransformer, Eva)
 
 
 def forward_packed(model: nn.Module, images: Sequence[Tensor]) -> Tensor:
@@ -35,47 +36,67 @@ def forward_packed(model: nn.Module, images: Sequence[Tensor]) -> Tensor:
     Raises: ValueError for another model, no images, an image that is none or whose size does not fit, and where
         training would drop paths.
     """
-    _check_model(model)
-    images = _check_images(model, images)
-    parts: Any = model
+    positioned: Any = _check_model(model)
+    images = _check_images(positioned, images)
     runs, tokens, positions = [], [], []
     for _, neighbours in groupby(images, key=lambda image: image.shape):
         batch = torch.stack(list(neighbours))
-        start = parts._start(batch, None)
+        start = positioned._start(batch, None)
         runs.append(tuple(start.tokens.shape[:2]))
         tokens.append(start.tokens.flatten(0, 1))
         positions.append(start.positions)
-    x = torch.cat(tokens)[None]
-    for block, layer in zip(parts.blocks, zip(*positions, strict=True), strict=False):
-        x = parts._run_block(block, x, None, False, Packed(runs, list(layer)))
-    outputs = [parts.forward_head(run[:, 0]) for run in split_runs(parts.norm(x)[None], runs)]
-    return torch.cat(outputs)
+    x, packed = torch.cat(tokens)[None], None
+    for block, layer in zip(positioned.blocks, zip(*positions, strict=True), strict=False):
+        packed = _pack(runs, list(layer), packed)
+        x = positioned._run_block(block, x, None, False, packed)
+    by_run = split_runs(positioned.norm(x)[None], runs)  # with an axis where heads would be
+    return torch.cat([positioned.forward_head(run[:, 0]) for run in by_run])
 
 
-def _check_model(model: Any) -> None:
+def _pack(runs: list[tuple[int, int]], positions: list[Any], last: Packed | None) -> Packed:
+    """Positions of one layer; those of the last one where they are the same."""
+    if last is not None and all(one is other for one, other in zip(positions, last.positions, strict=True)):
+        return last
+    if not isinstance(positions[0], Rotation):
+        return Packed(runs, positions)
+    cos, sin = (
+        torch.cat([_lay(getattr(part, name), count) for part, (count, _) in zip(positions, runs, strict=True)], dim=-2)
+        for name in ("cos", "sin")
+    )
+    return Packed(runs, positions, Rotation(cos, sin, positions[0].pairing))
+
+
+def _lay(table: Tensor, count: int) -> Tensor:
+    """A table for each of several images, one after the other.
+
+    Shapes: (heads or 1, tokens, pairs), or (count, ...) where images differ -> (heads or 1, count * tokens, pairs)
+    """
+    return table.expand(count, *table.shape[-3:]).movedim(0, 1).flatten(1, 2)
+
+
+def _check_model(model: nn.Module) -> PositionedModel:
     if not isinstance(model, PositionedModel):
         raise ValueError(
             f"model is a {type(model).__name__} without a position encoding of this package; call add_position first "
             "(position='learned' keeps timm's own), and give the model itself where something wraps it"
         )
-    if not isinstance(model, FAMILIES):
-        names = " and ".join(family.__name__ for family in FAMILIES)
+    if not isinstance(model, PACKABLE):
+        names = " and ".join(family.__name__ for family in PACKABLE)
         raise ValueError(
             f"model is a {type(model).__name__}; packing works for timm's {names} families; a NaFlexVit takes images "
             "of several sizes as a NaFlex batch, other models take those of one size"
         )
-    if not model.training:
-        return
-    if any(isinstance(layer, DropPath) and layer.drop_prob for layer in model.modules()):
+    if model.training and any(isinstance(layer, DropPath) and layer.drop_prob for layer in model.modules()):
         raise ValueError(
             "the model drops paths in training (drop_path_rate), which would drop those of all images at once, since "
             "they are one sequence; build it with drop_path_rate=0"
         )
-    if getattr(model, "distilled_training", False):
+    if model.training and getattr(model, "distilled_training", False):
         raise ValueError(
             "the model trains with distillation and has two outputs an image; switch it off with "
             "set_distilled_training(False)"
         )
+    return model
 
 
 def _check_images(model: Any, images: Sequence[Tensor]) -> list[Tensor]:
