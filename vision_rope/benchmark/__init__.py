@@ -64,9 +64,33 @@ def _prepare_vit(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, str
     return vit.SECTIONS, vit.vit_cases(sections, list(dict.fromkeys(sizes)), parsed.batch_size, device)
 
 
+def _memory_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sections", help="what to compare, with commas [all]")
+    parser.add_argument("--grids", default="16,32,64", help="sides of square grids of tokens [16,32,64]")
+    parser.add_argument("--frames", default="1,3,7", help="stored frames [1,3,7]")
+    parser.add_argument("--objects", default="1", help="objects that are followed at once [1]")
+
+
+def _prepare_memory(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, str], list[Callable[[], Any]]]:
+    from vision_rope.benchmark import memory
+
+    sections = choose("sections", parsed.sections, memory.SECTIONS, tuple(memory.SECTIONS))
+    grids, frames, objects = (_counts(name, getattr(parsed, name)) for name in ("grids", "frames", "objects"))
+    return memory.SECTIONS, memory.memory_cases(sections, grids, frames, objects, device)
+
+
+def _counts(name: str, text: str) -> list[int]:
+    words = text.split(",")
+    for word in words:
+        if not word.isdecimal() or int(word) < 1:
+            raise ValueError(f"{name} has {word!r}; give positive whole numbers with commas between them")
+    return list(dict.fromkeys(map(int, words)))
+
+
 BENCHMARKS = {
     "rotate": Benchmark("turning queries and keys, packed qkv, tables", _rotate_flags, _prepare_rotate),
     "vit": Benchmark("what positions cost in a ViT-S", _vit_flags, _prepare_vit),
+    "memory": Benchmark("a frame through SAM 2's memory attention", _memory_flags, _prepare_memory),
 }
 
 

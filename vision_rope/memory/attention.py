@@ -5,7 +5,7 @@ Names of parameters are those of SAM 2 and SAM 2.1. Grids are passed: nothing he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_rope.attention import attend
-from vision_rope.memory.folded import average_memory
+from vision_rope.memory.folded import MemoryPart, average_memory
 from vision_rope.rope_presets import preset
 from vision_rope.rotation import Rotation, rotate
 from vision_rope.turning import is_eager
@@ -77,7 +77,7 @@ class RopeAttention(nn.Module):
 
         Shapes: x (batch, tokens, dim) -> the same.
         """
-        return self.read(x, rotation, [self.make_keys(x, rotation)], [None], [x])
+        return self.read(x, rotation, [MemoryPart(self.make_keys(x, rotation), x)])
 
     def make_keys(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         """Keys of tokens, turned where a rotation is given.
@@ -94,55 +94,51 @@ class RopeAttention(nn.Module):
         turned = rotate(frames, rotation, overwrite=type(self.k_proj) is nn.Linear)
         return turned.flatten(-3, -2).transpose(-3, -2).flatten(-2)
 
-    def make_age(self, age: Tensor, rotation: Rotation | None) -> Tensor:
-        """What an age adds to the keys of a frame: projections and rotations are linear, R W (m + t) = R W m + R W t.
+    def make_ages(self, ages: Tensor, rotation: Rotation, grid: Grid) -> tuple[Tensor, Tensor]:
+        """What each age adds to the keys of a frame's rows, and of its columns.
 
-        Shapes: age (kv_dim) -> (tokens or 1, internal_dim)
+        Projections and rotations are linear: an age t adds R(y, x) w with w = W t to the key at row y, column x. Each
+        pair turns with one axis, so that R(y, x) w = (R(y, 0) w - w) + R(0, x) w.
+
+        Shapes: ages (count, kv_dim) -> (count, rows, internal_dim), (count, columns, internal_dim)
         """
-        term = age @ self.k_proj.weight.T
-        if rotation is None:
-            return term[None]
-        heads = term.unflatten(-1, (self.num_heads, 1, -1)).expand(-1, rotation.cos.shape[-2], -1)
-        return rotate(heads, rotation).transpose(0, 1).flatten(-2)
+        terms = (ages @ self.k_proj.weight.T).unflatten(-1, (self.num_heads, 1, -1))
 
-    def read(
-        self,
-        x: Tensor,
-        rotation: Rotation,
-        keys: Sequence[Tensor],
-        ages: Sequence[Tensor | None],
-        memory: Sequence[Tensor],
-    ) -> Tensor:
-        """Attend to parts of a memory with keys that are made already.
+        def turn(tokens: slice) -> Tensor:
+            own = Rotation(rotation.cos[:, tokens], rotation.sin[:, tokens], rotation.pairing)
+            return rotate(terms.expand(-1, -1, own.cos.shape[-2], -1).contiguous(), own)
 
-        Shapes: x (batch, tokens, dim), keys (batch or 1, n_i, internal_dim), ages (n_i or 1, internal_dim), memory
-            (batch or 1, n_i, kv_dim) -> (batch, tokens, dim)
+        rows, columns = turn(slice(0, None, grid[1])) - terms, turn(slice(0, grid[1]))
+        return rows.transpose(1, 2).flatten(2), columns.transpose(1, 2).flatten(2)
+
+    def read(self, x: Tensor, rotation: Rotation, parts: Sequence[MemoryPart]) -> Tensor:
+        """Attend to parts of a memory whose keys are made already.
+
+        Shapes: x (batch or 1, tokens, dim) -> (batch, tokens, dim)
         """
         q = rotate(self._split_heads(self.q_proj(x)), rotation, overwrite=type(self.q_proj) is nn.Linear)
-        if self._can_fold(q, keys, memory):
+        if self._can_fold(q, parts):
             q = q.squeeze(1) * q.shape[-1] ** -0.5
-            ages = [None if age is None else age.expand(k.shape[-2], -1) for age, k in zip(ages, keys, strict=True)]
-            return self.out_proj(self.v_proj(average_memory(q, keys, ages, memory)))
-        aged = [k if age is None else k + age for k, age in zip(keys, ages, strict=True)]
-        batch = max(part.shape[0] for part in (x, *aged, *memory))
-        k, m = (torch.cat([part.expand(batch, -1, -1) for part in parts], dim=1) for parts in (aged, memory))
-        v = self._split_heads(self.v_proj(m))
+            return self.out_proj(self.v_proj(average_memory(q, parts)))
+        batch = max(x.shape[0], *(part.keys.shape[0] for part in parts), *(part.memory.shape[0] for part in parts))
+        k = torch.cat([part.aged_keys().expand(batch, -1, -1) for part in parts], dim=1)
+        v = self.v_proj(torch.cat([part.memory.expand(batch, -1, -1) for part in parts], dim=1))
         dropout = self.dropout if self.training else 0.0
-        out = attend(q.expand(batch, -1, -1, -1), self._split_heads(k), v, dropout=dropout)
+        q = q.expand(batch, -1, -1, -1)
+        out = attend(q, self._split_heads(k), self._split_heads(v), dropout=dropout)
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
-    def _can_fold(self, q: Tensor, keys: Sequence[Tensor], memory: Sequence[Tensor]) -> bool:
+    def _can_fold(self, q: Tensor, parts: Sequence[MemoryPart]) -> bool:
         """Whether averaging the memory instead of values is both right and faster."""
         if self.num_heads > 1 or self.v_proj.in_features >= self.v_proj.out_features:
             return False
-        if torch.is_grad_enabled() and (
-            q.requires_grad or self.v_proj.weight.requires_grad or any(x.requires_grad for x in (*keys, *memory))
-        ):
+        tensors = [q, *(part.keys for part in parts), *(part.memory for part in parts)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, self.v_proj.weight)):
             return False
-        wide = q.dtype in (torch.float32, torch.float64) and all(x.dtype == q.dtype for x in (*keys, *memory))
+        wide = q.dtype in (torch.float32, torch.float64) and all(x.dtype == q.dtype for x in tensors)
         return q.device.type == "cpu" and wide and is_eager(q) and not (self.training and self.dropout > 0)
 
 
@@ -160,17 +156,10 @@ class MemoryAttentionLayer(nn.Module):
         self.norm3 = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotation: Rotation,
-        keys: Sequence[Tensor],
-        ages: Sequence[Tensor | None],
-        memory: Sequence[Tensor],
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, parts: Sequence[MemoryPart]) -> Tensor:
         """Shapes: as of `RopeAttention.read`."""
         x = x + self.dropout(self.self_attn(self.norm1(x), rotation))
-        x = x + self.dropout(self.cross_attn_image.read(self.norm2(x), rotation, keys, ages, memory))
+        x = x + self.dropout(self.cross_attn_image.read(self.norm2(x), rotation, parts))
         hidden = self.dropout(self.linear1(self.norm3(x)).relu())
         return x + self.dropout(self.linear2(hidden))
 
@@ -229,25 +218,26 @@ class MemoryAttention(nn.Module):
         Raises: ValueError where tokens or memory do not fit the grid.
         """
         rotation = self._rotation(grid, tokens.device)
-        self._check_tokens(tokens, grid)
-        tokens_of_frames = memory.shape[-2] - num_pointer_tokens
-        if not 0 <= num_pointer_tokens <= memory.shape[-2] or tokens_of_frames % (grid[0] * grid[1]):
+        x = self._start(tokens, tokens_pos, grid)
+        _check_batch("memory", memory, tokens)
+        tokens_of_frames = memory.shape[1] - num_pointer_tokens
+        if not 0 <= num_pointer_tokens <= memory.shape[1] or tokens_of_frames % (grid[0] * grid[1]):
             raise ValueError(
-                f"memory has {memory.shape[-2]} tokens, {num_pointer_tokens} of them of pointers; the others must be "
+                f"memory has {memory.shape[1]} tokens, {num_pointer_tokens} of them of pointers; the others must be "
                 f"whole frames of the grid {tuple(grid)}, {grid[0] * grid[1]} tokens each: give entries to `read` "
                 "where stored frames have grids of their own"
             )
-        placed = memory if memory_pos is None else memory + memory_pos
+        placed = self._cast(memory if memory_pos is None else memory + memory_pos)
         sizes = [tokens_of_frames, num_pointer_tokens]
         parts = [
             (m, p, r)
-            for m, p, r in zip(memory.split(sizes, 1), placed.split(sizes, 1), (rotation, None), strict=True)
+            for m, p, r in zip(
+                self._cast(memory).split(sizes, 1), placed.split(sizes, 1), (rotation, None), strict=True
+            )
             if m.shape[1]
         ]
-        x = tokens if tokens_pos is None else tokens + 0.1 * tokens_pos
         for layer in self.layers:
-            keys = [layer.cross_attn_image.make_keys(p, r) for _, p, r in parts]
-            x = layer(x, rotation, keys, [None] * len(parts), [m for m, _, _ in parts])
+            x = layer(x, rotation, [MemoryPart(layer.cross_attn_image.make_keys(p, r), m) for m, p, r in parts])
         return self.norm(x)
 
     def read(
@@ -260,24 +250,26 @@ class MemoryAttention(nn.Module):
         Shapes: tokens (batch or 1, rows * columns, dim) -> (batch, rows * columns, dim), the batch that of the entries.
         Raises: ValueError where there are no entries, or tokens do not fit their grid.
         """
+        if any(entry.grid is None and entry.age is not None for entry in entries):
+            raise ValueError("an entry without a grid has an age; pointers have theirs in `position`, token by token")
         if not entries:
             raise ValueError("entries is empty; a frame without memory is not read: SAM 2 adds no_mem_embed instead")
         rotation = self._rotation(grid, tokens.device)
-        self._check_tokens(tokens, grid)
-        rotations = [None if e.grid is None else self._rotation(e.grid, tokens.device) for e in entries]
-        memory = [entry.features for entry in entries]
-        x = tokens if tokens_pos is None else tokens + 0.1 * tokens_pos
+        x = self._start(tokens, tokens_pos, grid)
+        for entry in entries:
+            _check_entry(entry)
+            _check_batch("an entry", entry.features, tokens)
+        rotations = {e.grid: self._rotation(e.grid, tokens.device) for e in entries if e.grid is not None}
         for index, layer in enumerate(self.layers):
             cross = layer.cross_attn_image
-            keys = [
-                cross.make_keys(_place(entry), r) if entry.keys is None else entry.keys[index]
-                for entry, r in zip(entries, rotations, strict=True)
-            ]
-            ages = [
-                None if entry.age is None else cross.make_age(entry.age, r)
-                for entry, r in zip(entries, rotations, strict=True)
-            ]
-            x = layer(x, rotation, keys, ages, memory)
+            parts = []
+            for entry, age in zip(entries, self._ages(cross, entries, rotations), strict=True):
+                if entry.keys is not None:
+                    keys = self._cast(entry.keys[index])
+                else:
+                    keys = cross.make_keys(self._place(entry), None if entry.grid is None else rotations[entry.grid])
+                parts.append(MemoryPart(keys, self._cast(entry.features), age))
+            x = layer(x, rotation, parts)
         return self.norm(x)
 
     def prepare_keys(self, entry: MemoryEntry) -> tuple[Tensor, ...]:
@@ -285,19 +277,58 @@ class MemoryAttention(nn.Module):
 
         They are right as long as the frame's memory and the weights stay; where gradients are on, make none.
         """
+        _check_entry(entry)
         rotation = None if entry.grid is None else self._rotation(entry.grid, entry.features.device)
-        return tuple(layer.cross_attn_image.make_keys(_place(entry), rotation) for layer in self.layers)
+        return tuple(layer.cross_attn_image.make_keys(self._place(entry), rotation) for layer in self.layers)
 
     def _rotation(self, grid: Grid, device: torch.device) -> Rotation:
         return self.rope.grid_rotations(*grid, device=device)[0]
 
-    def _check_tokens(self, tokens: Tensor, grid: Grid) -> None:
+    def _start(self, tokens: Tensor, tokens_pos: Tensor | None, grid: Grid) -> Tensor:
+        """What enters the first layer."""
         if tokens.ndim != 3 or tokens.shape[1] != grid[0] * grid[1]:
             raise ValueError(
                 f"tokens has shape {tuple(tokens.shape)}; a frame of the grid {tuple(grid)} has (batch, "
                 f"{grid[0] * grid[1]}, channels)"
             )
+        return self._cast(tokens if tokens_pos is None else tokens + 0.1 * tokens_pos)
+
+    def _place(self, entry: MemoryEntry) -> Tensor:
+        return self._cast(entry.features if entry.position is None else entry.features + entry.position)
+
+    def _ages(
+        self, attention: RopeAttention, entries: Sequence[MemoryEntry], rotations: Mapping[Grid, Rotation]
+    ) -> list[tuple[Tensor, Tensor] | None]:
+        """What the age of each entry adds to its keys; those of one grid are made together."""
+        found: list[tuple[Tensor, Tensor] | None] = [None] * len(entries)
+        for grid, rotation in rotations.items():
+            places = [place for place, entry in enumerate(entries) if entry.grid == grid and entry.age is not None]
+            if places:
+                ages = self._cast(torch.stack([entries[place].age for place in places]))  # type: ignore[misc]
+                for place, *age in zip(places, *attention.make_ages(ages, rotation, grid), strict=True):
+                    found[place] = (age[0], age[1])
+        return found
+
+    def _cast(self, x: Tensor) -> Tensor:
+        # Memory may be stored in half precision beside weights of single precision.
+        return x.to(self.norm.weight.dtype)
 
 
-def _place(entry: MemoryEntry) -> Tensor:
-    return entry.features if entry.position is None else entry.features + entry.position
+def _check_entry(entry: MemoryEntry) -> None:
+    """Raise ValueError where the features do not fill the grid."""
+    shape = entry.features.shape
+    if len(shape) != 3 or (entry.grid is not None and shape[1] != entry.grid[0] * entry.grid[1]):
+        tokens = "tokens" if entry.grid is None else f"{entry.grid[0] * entry.grid[1]}"
+        raise ValueError(
+            f"an entry's features have shape {tuple(shape)} and its grid is {entry.grid}; features must be "
+            f"(batch, {tokens}, memory_dim)"
+        )
+
+
+def _check_batch(name: str, memory: Tensor, tokens: Tensor) -> None:
+    """Raise ValueError where the memory belongs to other samples than the tokens."""
+    if memory.ndim != 3 or (1 not in (memory.shape[0], tokens.shape[0]) and memory.shape[0] != tokens.shape[0]):
+        raise ValueError(
+            f"{name} has shape {tuple(memory.shape)} and tokens {tuple(tokens.shape)}; both are (batch, tokens, "
+            "channels), with the same batch or one of them 1"
+        )
