@@ -102,7 +102,9 @@ class RopeAttention(nn.Module):
 
         Shapes: ages (count, kv_dim) -> (count, rows, internal_dim), (count, columns, internal_dim)
         """
-        terms = (ages @ self.k_proj.weight.T).unflatten(-1, (self.num_heads, 1, -1))
+        # Not by its weight, since an adapter may stand in the projection's place.
+        terms = self.k_proj(ages) - self.k_proj(torch.zeros_like(ages[:1]))
+        terms = terms.unflatten(-1, (self.num_heads, 1, -1))
 
         def turn(tokens: slice) -> Tensor:
             own = Rotation(rotation.cos[:, tokens], rotation.sin[:, tokens], rotation.pairing)
@@ -133,9 +135,10 @@ class RopeAttention(nn.Module):
 
     def _can_fold(self, q: Tensor, parts: Sequence[MemoryPart]) -> bool:
         """Whether averaging the memory instead of values is both right and faster."""
-        if self.num_heads > 1 or self.v_proj.in_features >= self.v_proj.out_features:
+        narrow = type(self.v_proj) is nn.Linear and self.v_proj.in_features < self.v_proj.out_features
+        if not narrow or self.num_heads > 1:
             return False
-        tensors = [q, *(part.keys for part in parts), *(part.memory for part in parts)]
+        tensors = [q, *(x for part in parts for x in (part.keys, part.memory, *(part.age or ())))]
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, self.v_proj.weight)):
             return False
         wide = q.dtype in (torch.float32, torch.float64) and all(x.dtype == q.dtype for x in tensors)

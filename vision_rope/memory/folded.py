@@ -79,7 +79,7 @@ def aged_blocks(part: MemoryPart, size: int, buffer: Tensor) -> Iterator[tuple[T
 
 
 def _average_block(q: Tensor, parts: Sequence[MemoryPart], out: Tensor) -> None:
-    size = max(1, SCORES // len(q))
+    size = max(1, min(SCORES // len(q), max(len(part.keys) for part in parts)))
     widest = max((len(part.age[1]) for part in parts if part.age is not None), default=0)
     buffer, scores = q.new_empty(size + widest, q.shape[-1]), q.new_empty(len(q) * (size + widest))
     longest = torch.linalg.vector_norm(q, dim=-1).max().item()
