@@ -1,4 +1,4 @@
-"""The command `vision-rope`: train, study, evaluate, probe, benchmark, presets."""
+"""The command `vision-rope`: train, study, evaluate, probe, inspect, benchmark, presets."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   vision-rope evaluate vit_small_patch16_rope_224 --pretrained --data folder:imagenet --sizes 224,288,384
   vision-rope study --config configs/study.yaml
   vision-rope probe runs/default --weights best,untrained
+  vision-rope inspect vit_small_patch16_rope_224 --size 448,448
   vision-rope benchmark rotate --shapes S1 --sections forward,overwrite
   vision-rope presets
 """
@@ -104,6 +105,7 @@ def _build_parser() -> Parser:
     commands.add_parser("study", help="train position encodings side by side and compare them", add_help=False)
     _add_evaluate(commands)
     _add_probe(commands)
+    _add_inspect(commands)
     _add_benchmark(commands)
     presets = commands.add_parser(
         "presets",
@@ -184,6 +186,26 @@ def _add_probe(commands: Any) -> None:
     add("--batch-size", type=int, help="images a forward pass [the run's own]")
     _add_computing(parser)
     parser.set_defaults(run=_probe, parser=parser)
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="show which pair turns how far across a grid, and which angles training never had",
+        description="Show the wavelength of every pair, its turns across the training grid and a new one, which pairs "
+        "meet unseen angles, the long-term decay bound and a suggested method of context extension; print a table and "
+        "write inspect.json, inspect.csv and inspect.png. Weights are not downloaded.",
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="?", help="a run folder, a timm name, sam2_t, sam2.1_l, ... or their file")
+    add("--size", help="new size in pixels, rows and columns: 448,448 or 224x448 [the training size]")
+    add("--layer", type=int, help="show the pairs of one layer of learned frequencies [a line a layer]")
+    add("--out", help="folder for the results [RUN/inspect or runs/inspect/NAME]")
+    add("--families", action="store_true", help="list the timm families that positions can be added to, without MODEL")
+    add("--weights", default="best", choices=["best", "last", "ema"], help="which weights of a run [best]")
+    add("--position", help="of a timm model: the preset that it would be given [its own]")
+    add("--option", metavar="NAME=VALUE", action="append", help="of timm.create_model; may be given several times")
+    parser.set_defaults(run=_inspect, parser=parser)
 
 
 def _add_benchmark(commands: Any) -> None:
@@ -300,6 +322,13 @@ def _probe(parsed: Any) -> int:
     paths = write_probe(rows, parsed.out or Path(parsed.folder, "probe"))
     print("\n" + "\n".join(f"wrote {path}" for path in paths))
     return 0
+
+
+def _inspect(parsed: Any) -> int:
+    options = _read_options(parsed.option or [])
+    from vision_rope.inspection_report import run_inspect
+
+    return run_inspect(parsed, options)
 
 
 def _list_presets(parsed: Any) -> int:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vision_rope.inspection import Inspection
+
 # Okabe and Ito's colours, told apart by the colour-blind; in the order in which methods appear.
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "v", "D", "P", "X")
@@ -147,6 +149,78 @@ def plot_images(lines: Mapping[str, Tensor], path: str | Path) -> None:
             panel.spines[:].set_visible(False)
         line[0].set_ylabel(name, fontsize=8)
     _save(figure, Path(path))
+
+
+def plot_inspection(inspection: Inspection, title: str, path: str | Path) -> None:
+    """Draw how often pairs turn across the training grid and the new one, and the decay bound along both axes.
+
+    Learned frequencies have a line of points a layer; their bound is the mean over layers and heads, with its range.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.9), dpi=110, layout="constrained")
+    turning, decaying = figure.subplots(1, 2)
+    _draw_turns(turning, inspection)
+    _draw_decay(decaying, inspection)
+    for panel in (turning, decaying):
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(fontsize=8, frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    figure.suptitle(title, fontsize=11)
+    _save(figure, Path(path))
+
+
+def _draw_turns(panel: Any, inspection: Inspection) -> None:
+    learned = inspection.learned
+    trained, new = (
+        inspection.turns(grid).sum(-2).flatten(1).tolist() for grid in (inspection.train_grid, inspection.grid)
+    )
+    places, points = [], []
+    for layer, members in enumerate(zip(trained, new, inspection.unseen.flatten(1).tolist(), strict=True)):
+        pairs = list(zip(*members, strict=True))
+        # Learned ones have no order of their own: the fastest first.
+        points += sorted(pairs, reverse=True) if learned else pairs
+        places += [layer + 0.1 + 0.8 * index / len(pairs) if learned else index for index in range(len(pairs))]
+    first, second = (" x ".join(map(str, grid)) for grid in (inspection.train_grid, inspection.grid))
+    series = [("0.6", 34, f"{first} tokens (training)", [(x, y) for x, (y, _, _) in zip(places, points, strict=True)])]
+    if inspection.grid != inspection.train_grid:
+        for color, wanted, label in ((COLORS[1], False, "angles of training"), (COLORS[2], True, "unseen angles too")):
+            chosen = [(x, y) for x, (_, y, flag) in zip(places, points, strict=True) if flag is wanted]
+            series.append((color, 12, f"{second}: {label}", chosen))
+    for color, area, label, marks in series:
+        # A pair that stands still has no place on a logarithmic axis.
+        x, y = _columns([mark for mark in marks if mark[1] > 0])
+        panel.scatter(x, y, s=area / 6 if learned else area, color=color, label=label if x else None)
+    panel.axhline(0.5, color="0.5", linestyle="--", linewidth=1, label="half a turn: all angles seen")
+    panel.set_yscale("log")
+    panel.set_xlabel("layer; its pairs in all heads, fastest first" if learned else "pair", fontsize=9)
+    panel.set_ylabel("turns across the grid", fontsize=9)
+
+
+def _draw_decay(panel: Any, inspection: Inspection) -> None:
+    trained, new = inspection.train_grid, inspection.grid
+    # Where both axes have the same curve, the thin one lies in the thick one.
+    for axis, (name, color, width) in enumerate((("rows", COLORS[1], 4.0), ("columns", COLORS[2], 1.5))):
+        curves = [(name, "-", inspection.decay(new, axis))]
+        if inspection.method != "none" and new[axis] > trained[axis]:
+            curves.append((f"{name}, {inspection.method}", ":", inspection.decay(new, axis, extended=True)))
+        elif inspection.rope.coordinates.bounded and new != trained:
+            curves.append((f"{name}, training grid", ":", inspection.decay(trained, axis)))
+        for label, style, curve in curves:
+            if curve is None:
+                continue
+            distances = list(range(curve.shape[-1]))
+            panel.plot(distances, curve.mean((0, 1)).tolist(), style, color=color, linewidth=width, label=label)
+            if inspection.learned:
+                least, most = curve.amin((0, 1)).tolist(), curve.amax((0, 1)).tolist()
+                panel.fill_between(distances, least, most, color=color, alpha=0.12, linewidth=0)
+    lengths = dict.fromkeys(trained, ("training", "0.6"))
+    lengths |= {length: ("new", "black") for length in new if length not in lengths}
+    for length, (label, color) in lengths.items():
+        panel.axvline(length - 1, color=color, linestyle="--", linewidth=1, label=f"{label} grid: {length} tokens")
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel("distance along an axis (tokens)", fontsize=9)
+    panel.set_ylabel("long-term decay bound (RoFormer)", fontsize=9)
 
 
 def _legend_columns(figure: Any, entries: int) -> int:
