@@ -36,7 +36,8 @@ def golden():
 
     Some of the files are in the repository, all of them beside the real data; a test whose file is in neither skips.
     """
-    folders = (REPOSITORY / "tests" / "golden", SHARED_DATA.parent / "golden" / "rope")
+    beside_data = SHARED_DATA.parent / "golden"
+    folders = (REPOSITORY / "tests" / "golden", beside_data / "rope", beside_data / "memory")
 
     def load(name: str) -> dict[str, torch.Tensor]:
         for folder in folders:
@@ -44,7 +45,7 @@ def golden():
             if path.is_file():
                 with np.load(path) as arrays:
                     return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
-        pytest.skip(f"the peers' numbers {name}.npz are neither in {folders[0]} nor in {folders[1]}")
+        pytest.skip(f"the peers' numbers {name}.npz are in none of {', '.join(map(str, folders))}")
 
     return load
 
