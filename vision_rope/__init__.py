@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         timm_state_dict,
     )
     from vision_rope.linear_attention import linear_attend, performer_projection
+    from vision_rope.memory import MemoryAttention, MemoryBank, MemoryEncoder, MemoryPolicy, VideoMemory
     from vision_rope.multimodal import Image, Text, Video, multimodal_positions
     from vision_rope.positions import (
         augment_positions,
@@ -62,16 +63,22 @@ _HOMES = {
         "set_extension",
         "timm_state_dict",
     ),
+    "memory": ("MemoryAttention", "MemoryBank", "MemoryEncoder", "MemoryPolicy", "VideoMemory"),
     "checkpoint": ("load_model", "load_run", "save_model"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Image",
+    "MemoryAttention",
+    "MemoryBank",
+    "MemoryEncoder",
+    "MemoryPolicy",
     "Rope",
     "Rotation",
     "Text",
     "Video",
+    "VideoMemory",
     "add_position",
     "attend",
     "attend_packed",
