@@ -25,16 +25,16 @@ def forward_packed(model: nn.Module, images: Sequence[Tensor]) -> Tensor:
 
     The tokens of all images are one sequence, so that all other layers of a block run once; attention stays inside each
     image, with the positions of its own grid. It is a loop of scaled_dot_product_attention, one call for neighbours of
-    equal size: sort images by size where there are many. Dropped patches, a context extension (`set_extension`) and
-    gradient checkpointing work as for single images.
+    equal size: sort images by size where there are many. Dropped patches, positions moved at random in training, a
+    context extension (`set_extension`) and gradient checkpointing work as for single images.
 
     Args:
         model: a model with a position encoding of this package, of timm's VisionTransformer or Eva family.
         images: of any sizes that the model's patches divide.
 
     Shapes: an image (channels, height, width) -> (images, classes), in the order of the images
-    Raises: ValueError for another model, no images, an image that is none or whose size does not fit, and where
-        training would drop paths.
+    Raises: ValueError for another model or one without pooling, no images, an image that is none or whose size does
+        not fit, and where training would drop paths.
     """
     positioned: Any = _check_model(model)
     images = _check_images(positioned, images)
@@ -85,6 +85,11 @@ def _check_model(model: nn.Module) -> PositionedModel:
         raise ValueError(
             f"model is a {type(model).__name__}; packing works for timm's {names} families; a NaFlexVit takes images "
             "of several sizes as a NaFlex batch, other models take those of one size"
+        )
+    if model.global_pool == "":
+        raise ValueError(
+            "the model does not pool its tokens (global_pool=''), and images have different numbers of them; choose "
+            "another pooling with reset_classifier"
         )
     if model.training and any(isinstance(layer, DropPath) and layer.drop_prob for layer in model.modules()):
         raise ValueError(
