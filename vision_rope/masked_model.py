@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vision_rope.convert import create_model
 from vision_rope.convert.model import PositionedModel
+from vision_rope.convert.own_bias import refuse_left_out
 
 
 class MaskedModel(nn.Module):
@@ -33,6 +34,8 @@ class MaskedModel(nn.Module):
         super().__init__()
         timm_encoder: Any = encoder
         _check_encoder(timm_encoder)
+        if decoder is not None:
+            refuse_left_out(encoder)
         self.encoder = encoder
         self.decoder = decoder
         timm_decoder: Any = decoder
@@ -94,6 +97,10 @@ class MaskedModel(nn.Module):
             for part, extension in zip(parts, before, strict=True):
                 part.extension = extension
             raise
+
+    def set_input_size(self, img_size: tuple[int, int]) -> None:
+        """Fit an encoder that takes images of one size to another; the decoder takes any."""
+        self.encoder.set_input_size(img_size=img_size)  # type: ignore[operator]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute activations in the backward pass."""
@@ -165,6 +172,11 @@ def _check_encoder(encoder: Any) -> None:
         raise ValueError(
             "the encoder pools by attention (global_pool='map'), which masked prediction does not train; "
             "build it with global_pool='avg' or 'token'"
+        )
+    if hasattr(encoder, "neck"):
+        raise ValueError(
+            f"the encoder is a {type(encoder).__name__}, whose neck mixes patches into maps of another width; masked "
+            "prediction needs tokens: choose a model without a neck"
         )
     if not isinstance(encoder.patch_drop, nn.Identity):
         raise ValueError(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from vision_rope import checkpoint, first_weights
 from vision_rope.config import TrainConfig
 from vision_rope.parallel import Distributed
-from vision_rope.sizes import check_sizes, largest_size, parse_sizes, pixel_size, training_sizes
+from vision_rope.sizes import check_sizes, format_size, largest_size, parse_sizes, pixel_size, training_sizes
 from vision_rope.tasks import create_task
 
 if TYPE_CHECKING:
@@ -98,9 +98,12 @@ def build_start(config: TrainConfig, num_classes: int) -> nn.Module:
 
 
 def check_sweep(config: TrainConfig, model: nn.Module) -> None:
-    """Refuse sizes that the patch does not divide or that cannot be masked, and unknown extension methods."""
+    """Refuse sizes that the patch does not divide, that cannot be masked or that a model of one size is not trained at,
+    and unknown extension methods.
+    """
     from vision_rope.evaluate import check_methods
 
+    embed: Any = model.patch_embed
     patch_size = tuple(model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
     named = {
         "data.size": [pixel_size(config.data.size)],
@@ -115,5 +118,15 @@ def check_sweep(config: TrainConfig, model: nn.Module) -> None:
             check_sizes(sizes, patch_size)
             for each in sizes:
                 task.check_size(each)
+                # The sweep fits a copy of the model to each of its sizes.
+                if (
+                    key != "evaluation.sizes"
+                    and getattr(embed, "strict_img_size", False)
+                    and each != tuple(embed.img_size)
+                ):
+                    raise ValueError(
+                        f"size {format_size(each)} is not that of {config.model.name}, which takes images of "
+                        f"{format_size(tuple(embed.img_size))} pixels alone; train at that size"
+                    )
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import timm
+from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva
 from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer_relpos import VisionTransformerRelPos
+from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import nn
 
-from vision_rope.convert import eva, naflex, vision_transformer
+from vision_rope.convert import biased, eva, naflex, sam, vision_transformer
 from vision_rope.convert.model import PositionedModel
 from vision_rope.convert.own_rope import OWN
 from vision_rope.convert.packed import forward_packed
@@ -66,6 +69,15 @@ FAMILIES: dict[type[nn.Module], Family] = {
         naflex.convert,
         f"{ANY_SIZE}, and several sizes in one batch",
         "naflexvit, other names with use_naflex=True; own RoPE replaced",
+    ),
+    Beit: Family(biased.convert, SET_INPUT_SIZE, "beit, beitv2; own relative biases stay"),
+    VisionTransformerRelPos: Family(
+        biased.convert, SET_INPUT_SIZE, "vit_relpos, vit_srelpos; own relative biases stay"
+    ),
+    VisionTransformerSAM: Family(
+        sam.convert,
+        SET_INPUT_SIZE,
+        "samvit; also other sizes without it, as timm's; own relative biases stay, own RoPE replaced",
     ),
 }
 

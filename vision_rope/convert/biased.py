@@ -18,7 +18,7 @@ from vision_rope.convert.attention import Packed, Position, PositionedAttention,
 from vision_rope.convert.blocks import PositionedBlock, PositionedResPostBlock
 from vision_rope.convert.conversion import Layers, convert_model, use_grids
 from vision_rope.convert.model import PositionedModel, check_input_size
-from vision_rope.convert.own_bias import add_bias, drop_biases, has_biases, refuse_linear
+from vision_rope.convert.own_bias import add_bias, drop_biases, has_biases, refuse_left_out, refuse_linear
 from vision_rope.rope import Rope
 from vision_rope.sinusoidal import Sinusoidal
 
@@ -110,17 +110,14 @@ class BiasedModel(PositionedModel):
     ) -> Tensor:
         """See `PositionedModel.forward_patches`.
 
-        Raises: ValueError where patches are left out of a model with biases, which stand for whole grids.
+        Raises: ValueError where patches are left out of a model with biases.
         """
-        if kept is not None and has_biases(self):
-            raise ValueError(
-                f"the {type(self).__name__} has relative biases for whole grids, and patches were left out; encode all "
-                "patches (masked.encoder: all), or take its biases with position='none'"
-            )
+        if kept is not None:
+            refuse_left_out(self)
         attn_mask, is_causal = add_bias(self._shared_bias(), attn_mask, is_causal)
         return super().forward_patches(patches, kept=kept, attn_mask=attn_mask, is_causal=is_causal)
 
-    def forward_intermediates(  # type: ignore[override]
+    def forward_intermediates(
         self, x: Tensor, *args: Any, attn_mask: Tensor | None = None, is_causal: bool = False, **options: Any
     ) -> Any:
         """See `PositionedModel.forward_intermediates`."""
@@ -136,7 +133,7 @@ class BiasedModel(PositionedModel):
         Raises: ValueError where the patch size does not divide the image.
         """
         check_input_size(self.patch_embed, img_size, patch_size)
-        super().set_input_size(img_size=img_size, patch_size=patch_size)
+        super().set_input_size(img_size=img_size, patch_size=patch_size)  # type: ignore[misc]
 
     def _shared_bias(self) -> Tensor | None:
         """The bias that all blocks share: (heads, tokens, tokens), or with an axis of 1 in front."""

@@ -33,10 +33,7 @@ def convert_any_size(model: Any, kind: type[PositionedModel], position: str | Ro
     """Make a timm model one of `kind` in place, see `vision_rope.add_position`; then it takes images of any size."""
     grid = tuple(model.patch_embed.grid_size)
     positioned = convert_model(model, kind, position, grid, has_absolute=model.pos_embed is not None, **options)
-    use_grids(model)
-    # As timm's option of this name, after the fact.
-    model.dynamic_img_size = True
-    model.patch_embed.strict_img_size = False
+    accept_any_size(model)
     return positioned
 
 
@@ -124,6 +121,13 @@ def complete(layer: Any) -> None:
         layer.gate = None
     if not hasattr(layer, "head_dim"):
         layer.head_dim = layer.qkv.out_features // (3 * layer.num_heads)
+
+
+def accept_any_size(model: Any) -> None:
+    """timm's dynamic_img_size, after the fact."""
+    use_grids(model)
+    model.dynamic_img_size = True
+    model.patch_embed.strict_img_size = False
 
 
 def use_grids(model: Any) -> None:

@@ -32,6 +32,8 @@ def drop_biases(model: Any) -> None:
         for part in PARTS:
             if hasattr(owner, part):
                 setattr(owner, part, None)
+        if hasattr(owner, "use_rel_pos"):
+            owner.use_rel_pos = False
 
 
 def add_bias(bias: Tensor | None, mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, bool]:
@@ -43,6 +45,15 @@ def add_bias(bias: Tensor | None, mask: Tensor | None, is_causal: bool) -> tuple
         return mask, is_causal
     mask = resolve_self_attn_mask(bias.shape[-1], bias, mask, is_causal)
     return bias if mask is None else bias + mask, False
+
+
+def refuse_left_out(model: nn.Module) -> None:
+    """Raise ValueError where patches are to be left out of a model with biases, which stand for whole grids."""
+    if has_biases(model):
+        raise ValueError(
+            f"the {type(model).__name__} has relative biases for whole grids, so that no patches can be left out; "
+            "encode all of them (masked.encoder: all), or take its biases away with position='none'"
+        )
 
 
 def refuse_linear(model: nn.Module, options: Mapping[str, Any]) -> None:

@@ -34,7 +34,8 @@ def own_rope(model: nn.Module) -> Rope:
 
 def timm_rope(model: nn.Module) -> Any:
     """A timm model's own rotary embedding as timm's module, or None."""
-    return getattr(model, "rope", None)
+    # Models with windows have one for whole grids and one for windows.
+    return getattr(model, "rope", getattr(model, "rope_global", None))
 
 
 def translate(module: Any, depth: int) -> Rope:

@@ -132,6 +132,9 @@ def _changes(
                     f"one of {len(wanted)} rows is needed; {REMEDY}"
                 )
             yield tensor, wanted
+    for table in ("rel_pos_h", "rel_pos_w"):  # SAM's vectors of offsets, (offsets, head_dim), which meet queries
+        if getattr(layer, table, None) is not None:
+            yield getattr(layer, table).t(), channels
 
 
 def _orders(layer: Any, channels: Tensor) -> Iterator[tuple[str, Tensor]]:
