@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -70,15 +71,21 @@ class Problem:
         self.memory_pos = torch.cat([*placed, self.pointer_pos]).expand(objects, -1, -1)
 
     def entries(self, attention: MemoryAttention, *, prepared: bool) -> list[MemoryEntry]:
-        """What a bank would hold; keys of frames are made when they are stored."""
+        """What a bank would hold; keys of frames are made when they are stored.
+
+        The first frame is a prompted one, whose age is always the same and therefore in its keys.
+        """
         dtype = attention.norm.weight.dtype
         found = []
-        for features, age in zip(self.frames, self.ages, strict=True):
+        for number, (features, age) in enumerate(zip(self.frames, self.ages, strict=True)):
+            position = self.position + age if number == 0 else self.position
             entry = MemoryEntry(
-                features.to(dtype), (self.side, self.side), position=self.position.to(dtype), age=age.to(dtype)
+                features.to(dtype),
+                (self.side, self.side),
+                position=position.to(dtype),
+                age=None if number == 0 else age.to(dtype),
             )
-            keys = attention.prepare_keys(entry) if prepared else None
-            found.append(MemoryEntry(entry.features, entry.grid, age=entry.age, position=entry.position, keys=keys))
+            found.append(replace(entry, keys=attention.prepare_keys(entry)) if prepared else entry)
         return [*found, MemoryEntry(self.pointers.to(dtype), None, position=self.pointer_pos.to(dtype))]
 
     def peer(self) -> Any:
@@ -147,19 +154,21 @@ def _preparation_case(side: int, frames: int, objects: int, device: torch.device
     layers = [layer.cross_attn_image for layer in attention.layers]
     rotation = attention.rope.grid_rotations(*grid, device=device)[0]
     size = max(1, SCORES // min(QUERIES, side * side))
-    buffer = problem.tokens.new_empty(size + side, DIM)
 
     @torch.no_grad()
     def ours() -> Any:
         """Ages, which change with every frame and go to the keys block by block; values are not needed."""
         for index, layer in enumerate(layers):
-            ages = layer.make_ages(torch.stack(problem.ages), rotation, grid)
-            for entry, rows, columns in zip(entries[:-1], *ages, strict=True):
-                assert entry.keys is not None
-                for keys, memory in zip(entry.keys[index], entry.features, strict=True):
-                    for _ in aged_blocks(MemoryPart(keys, memory, (rows, columns)), size, buffer):
-                        pass
-            layer.make_keys(problem.pointers + problem.pointer_pos, None)
+            recent = problem.ages[1:]
+            ages = layer.make_ages(torch.stack(recent), rotation, grid) if recent else ((), ())
+            pointers = layer.make_keys(problem.pointers + problem.pointer_pos, None)
+            for sample in range(objects):
+                parts = [
+                    MemoryPart(entry.keys[index][sample], entry.features[sample], age)  # type: ignore[index]
+                    for entry, age in zip(entries[:-1], [None, *zip(*ages, strict=True)], strict=True)
+                ]
+                for _ in aged_blocks([*parts, MemoryPart(pointers[sample], problem.pointers[sample])], size):
+                    pass
 
     runs: dict[str, Callable[[], Any]] = {OURS: ours}
     peer = problem.peer()

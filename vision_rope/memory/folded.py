@@ -58,49 +58,71 @@ def average_memory(q: Tensor, parts: Sequence[MemoryPart]) -> Tensor:
     return out
 
 
-def aged_blocks(part: MemoryPart, size: int, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys of a part with their age, about `size` of them at a time, with the memory that they stand for.
+def aged_blocks(parts: Sequence[MemoryPart], size: int) -> Iterator[tuple[Tensor, slice]]:
+    """Keys of one sample with their ages, about `size` of them at a time, and the places they have among all keys.
 
-    A block with an age is written into the buffer, and the next one over it.
+    A block with ages or of several parts is written into a buffer, and the next one over it.
 
-    Shapes: keys (tokens, dim), memory (tokens, memory_dim), buffer (at least size and a row, dim)
+    Shapes: keys of a part (tokens, dim) -> keys (about size, dim)
     """
-    if part.age is None:
-        yield from zip(part.keys.split(size), part.memory.split(size), strict=True)
+    widest = max((len(part.age[1]) for part in parts if part.age is not None), default=1)
+    most = min(size + widest, sum(len(part.keys) for part in parts))
+    buffer = parts[0].keys.new_empty(most, parts[0].keys.shape[-1])
+    start = filled = 0
+    for part in parts:
+        width = 1 if part.age is None else len(part.age[1])
+        done, tokens = 0, len(part.keys)
+        while done < tokens:
+            count = min(tokens - done, max(size - filled, width) // width * width)
+            if filled and filled + count > size:
+                yield buffer[:filled], slice(start, start + filled)
+                start, filled = start + filled, 0
+                continue
+            keys = part.keys[done : done + count]
+            if not filled and part.age is None and count == size:
+                yield keys, slice(start, start + count)
+                start += count
+            else:
+                _add_age(keys, part.age, done // width, buffer[filled : filled + count])
+                filled += count
+            done += count
+    if filled:
+        yield buffer[:filled], slice(start, start + filled)
+
+
+def _add_age(keys: Tensor, age: tuple[Tensor, Tensor] | None, first_row: int, out: Tensor) -> None:
+    """Write keys of whole rows of a grid, from first_row on, with their age."""
+    if age is None:
+        out.copy_(keys)
         return
-    rows, columns = part.age
-    step = max(1, size // len(columns))
-    for first in range(0, len(rows), step):
-        own_rows = rows[first : first + step]
-        tokens = slice(first * len(columns), (first + len(own_rows)) * len(columns))
-        block = buffer[: tokens.stop - tokens.start].view(len(own_rows), len(columns), -1)
-        torch.add(part.keys[tokens].view_as(block), columns, out=block).add_(own_rows.unsqueeze(1))
-        yield block.flatten(0, 1), part.memory[tokens]
+    rows, columns = age
+    grid = out.view(-1, *columns.shape)
+    torch.add(keys.view_as(grid), columns, out=grid).add_(rows[first_row : first_row + len(grid)].unsqueeze(1))
 
 
 def _average_block(q: Tensor, parts: Sequence[MemoryPart], out: Tensor) -> None:
-    size = max(1, min(SCORES // len(q), max(len(part.keys) for part in parts)))
-    widest = max((len(part.age[1]) for part in parts if part.age is not None), default=0)
-    buffer, scores = q.new_empty(size + widest, q.shape[-1]), q.new_empty(len(q) * (size + widest))
+    memory = parts[0].memory if len(parts) == 1 else torch.cat([part.memory for part in parts])
+    scores = q.new_empty(0)
     longest = torch.linalg.vector_norm(q, dim=-1).max().item()
     sums, total = q.new_zeros(len(q), 1), torch.zeros_like(out)
     largest: Tensor | None = None  # of each query's scores, once it must be taken off
-    for part in parts:
-        for keys, memory in aged_blocks(part, size, buffer):
-            score = torch.mm(q, keys.T, out=scores[: len(q) * len(keys)].view(len(q), -1))
-            harmless = longest * torch.linalg.vector_norm(keys, dim=-1).max().item() <= HARMLESS
-            if largest is not None or not harmless:
-                before = largest
-                if before is None:  # zero was taken off so far
-                    before = torch.zeros_like(sums).masked_fill_(sums == 0, float("-inf"))
-                largest = torch.maximum(before, score.amax(dim=-1, keepdim=True))
-                shrink = (before - largest).exp_()
-                sums.mul_(shrink)
-                total.mul_(shrink)
-                score.sub_(largest)
-            weights = score.exp_()
-            sums += weights.sum(dim=-1, keepdim=True)
-            total.addmm_(weights, memory)
+    for keys, places in aged_blocks(parts, max(1, SCORES // len(q))):
+        if scores.numel() < len(q) * len(keys):
+            scores = q.new_empty(len(q) * len(keys))
+        score = torch.mm(q, keys.T, out=scores[: len(q) * len(keys)].view(len(q), -1))
+        harmless = longest * torch.linalg.vector_norm(keys, dim=-1).max().item() <= HARMLESS
+        if largest is not None or not harmless:
+            before = largest
+            if before is None:  # zero was taken off so far
+                before = torch.zeros_like(sums).masked_fill_(sums == 0, float("-inf"))
+            largest = torch.maximum(before, score.amax(dim=-1, keepdim=True))
+            shrink = (before - largest).exp_()
+            sums.mul_(shrink)
+            total.mul_(shrink)
+            score.sub_(largest)
+        weights = score.exp_()
+        sums += weights.sum(dim=-1, keepdim=True)
+        total.addmm_(weights, memory[places])
     torch.div(total, sums, out=out)
 
 
