@@ -1177,7 +1177,6 @@ def test_extension_needs_a_positioned_model() -> None:
         ("hiera_tiny_224", "Hiera", {"stages": (1, 1, 1, 1)}),
         ("maxvit_tiny_tf_224", "MaxxVit", {}),
         ("resnet18", "ResNet", {}),
-        ("vit_relpos_small_patch16_224", "VisionTransformerRelPos", {"depth": 1}),
     ],
 )
 def test_other_families_are_refused_by_name(name: str, kind: str, options: dict[str, Any]) -> None:
