@@ -20,7 +20,15 @@ if TYPE_CHECKING:
         timm_state_dict,
     )
     from vision_rope.linear_attention import linear_attend, performer_projection
-    from vision_rope.memory import MemoryAttention, MemoryBank, MemoryEncoder, MemoryPolicy, VideoMemory
+    from vision_rope.memory import (
+        MemoryAttention,
+        MemoryBank,
+        MemoryEncoder,
+        MemoryEntry,
+        MemoryPolicy,
+        VideoMemory,
+        replace_memory_attention,
+    )
     from vision_rope.multimodal import Image, Text, Video, multimodal_positions
     from vision_rope.positions import (
         augment_positions,
@@ -63,7 +71,15 @@ _HOMES = {
         "set_extension",
         "timm_state_dict",
     ),
-    "memory": ("MemoryAttention", "MemoryBank", "MemoryEncoder", "MemoryPolicy", "VideoMemory"),
+    "memory": (
+        "MemoryAttention",
+        "MemoryBank",
+        "MemoryEncoder",
+        "MemoryEntry",
+        "MemoryPolicy",
+        "VideoMemory",
+        "replace_memory_attention",
+    ),
     "checkpoint": ("load_model", "load_run", "save_model"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -73,6 +89,7 @@ __all__ = [
     "MemoryAttention",
     "MemoryBank",
     "MemoryEncoder",
+    "MemoryEntry",
     "MemoryPolicy",
     "Rope",
     "Rotation",
@@ -101,6 +118,7 @@ __all__ = [
     "performer_projection",
     "preset",
     "presets",
+    "replace_memory_attention",
     "rotate",
     "rotate_qkv",
     "save_model",

@@ -3,6 +3,7 @@
 from vision_rope.memory.attention import MemoryAttention, MemoryEntry
 from vision_rope.memory.bank import MemoryBank, StoredFrame, StoredPointer
 from vision_rope.memory.encoder import MemoryEncoder
+from vision_rope.memory.replace import replace_memory_attention
 from vision_rope.memory.selection import Gate, MemoryPolicy
 from vision_rope.memory.video_memory import VideoMemory, load_video_memory, memory_version
 
@@ -18,4 +19,5 @@ __all__ = [
     "VideoMemory",
     "load_video_memory",
     "memory_version",
+    "replace_memory_attention",
 ]
