@@ -35,6 +35,13 @@ def test_every_row_of_the_tables_is_named(name):
     assert f"`{name}`" in README
 
 
+def test_the_table_of_families_is_the_codes():
+    from vision_rope.convert import FAMILIES
+
+    rows = [f"| `{kind.__name__}` | {family.examples} | {family.sizes} |" for kind, family in FAMILIES.items()]
+    assert "\n".join(rows) in README
+
+
 def test_files_that_are_named_exist():
     for name in re.findall(r"\b(?:configs|notebooks|docs|tests)/[\w./-]+\w", README):
         assert (ROOT / name).exists(), name
