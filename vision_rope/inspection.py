@@ -151,13 +151,13 @@ def find_unseen(
     # Two tokens apart by (rows, columns) or by (-rows, -columns) meet at the same angle but for its sign.
     offsets = [torch.arange(grid[0], dtype=torch.float64), torch.arange(1 - grid[1], grid[1], dtype=torch.float64)]
     rows, columns = (offset * step for offset, step in zip(offsets, axis_steps(coordinates, grid), strict=True))
-    largest = torch.empty_like(seen).flatten(0, -2)
-    for index, (by_row, by_column) in enumerate(new_frequencies.flatten(0, -3)):
+    largest = []
+    for by_row, by_column in new_frequencies.reshape(-1, *new_frequencies.shape[-2:]):
         angle = rows[:, None, None] * by_row + columns[:, None] * by_column
         folded = (torch.remainder(angle + math.pi, 2 * math.pi) - math.pi).abs()
-        largest[index] = folded.amax(dim=(0, 1))
+        largest.append(folded.amax(dim=(0, 1)))
     # Rounding of positions and frequencies, which are float32, is no new angle.
-    return largest.view_as(seen) > seen * (1 + 1e-5)
+    return torch.stack(largest).view_as(seen) > seen * (1 + 1e-5)
 
 
 def decay_bound(frequencies: Tensor, distances: Tensor) -> Tensor:

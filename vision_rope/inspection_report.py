@@ -127,43 +127,35 @@ def write_inspection(target: InspectionTarget, inspection: Inspection, size: Siz
     }
     write_whole(paths[0], (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
     write_csv(paths[1], rows)
-    plot_inspection(inspection, f"{target.name}, {format_size(target.train_size)} to {format_size(size)} px", paths[2])
+    sizes = " to ".join(dict.fromkeys(map(format_size, (target.train_size, size))))
+    plot_inspection(inspection, f"{target.name}, {sizes} px", paths[2])
     return paths
 
 
 def format_families() -> str:
     """The timm classes that `vision_rope.add_position` knows, by the sizes they take, and what it refuses."""
-    lines = []
     width = max(len(kind.__name__) for kind in FAMILIES)
+    lines = []
     for sizes in dict.fromkeys(family.sizes for family in FAMILIES.values()):
-        lines += [
-            sizes,
-            *(
-                f"  {kind.__name__:<{width}}  {family.examples}"
-                for kind, family in FAMILIES.items()
-                if family.sizes == sizes
-            ),
-            "",
-        ]
-    return "\n".join(
-        [
-            *lines,
-            "refused, by name",
-            "  hierarchies that window or pool their tokens (swin, hiera, ...), and every other class",
-        ]
-    )
+        lines.append(sizes)
+        lines += [f"  {kind.__name__:<{width}}  {row.examples}" for kind, row in FAMILIES.items() if row.sizes == sizes]
+        lines.append("")
+    lines.append("refused, by name")
+    lines.append("  hierarchies that window or pool their tokens (swin, hiera, ...), and every other class")
+    return "\n".join(lines)
 
 
 def _describe(target: InspectionTarget, inspection: Inspection, size: Size) -> list[str]:
     rope = inspection.rope
-    own = f"learned, for each of {rope.depth} layers and {inspection.frequencies.shape[1]} heads"
-    bases = ", ".join(dict.fromkeys(f"{ladder.base:g}" for ladder in rope.ladders or ()))
+    if rope.ladders is None:
+        frequencies = f"learned, for each of {rope.depth} layers and {inspection.frequencies.shape[1]} heads"
+    else:
+        bases = ", ".join(dict.fromkeys(f"{ladder.base:g}" for ladder in rope.ladders))
+        frequencies = f"fixed, base {bases}, the same in {rope.depth} layers and all heads"
     facts = {
         "model": target.name,
         "position": f"{rope.name}, {rope.head_dim // 2} pairs of a head ({rope.pairing})",
-        "frequencies": own
-        if inspection.learned
-        else f"fixed, base {bases}, the same in {rope.depth} layers and all heads",
+        "frequencies": frequencies,
         "trained at": f"{format_size(target.train_size)} px, {_by(inspection.train_grid)} tokens",
     }
     if inspection.grid != inspection.train_grid:

@@ -92,8 +92,8 @@ def _open_run(folder: Path, weights: str) -> InspectionTarget:
 def _open_timm(name: str, position: str | None, options: dict[str, Any]) -> InspectionTarget:
     import timm
 
-    from vision_rope.convert import FAMILIES, add_position, check_position
-    from vision_rope.convert.own_rope import OWN, timm_rope
+    from vision_rope.convert import check_position
+    from vision_rope.convert.own_rope import OWN
 
     if not timm.is_model(name):
         nearest = difflib.get_close_matches(name, [*SAM2_NAMES, *timm.list_models()], n=3)
@@ -103,17 +103,11 @@ def _open_timm(name: str, position: str | None, options: dict[str, Any]) -> Insp
         check_position(position, {})
     try:
         # Frequencies need no weights, which are gigabytes in the largest models.
-        with torch.device("meta"):
-            model: Any = timm.create_model(name, pretrained=False, **options)
-    except (TypeError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"{name} cannot be built with options {options}: {error}") from error
-    if position is None and timm_rope(model) is None and type(model) in FAMILIES:
-        raise ValueError(
-            f"{name} (timm's {type(model).__name__}) has no rotary embedding, so nothing turns; say which one it would "
-            "be given, for instance --position rope-vit-axial"
-        )
-    positioned = add_position(model, position or OWN)
-    rope = _check_rope(positioned.position, name, position or OWN)
+        model = _build_timm(name, position, options, "meta")
+    except NotImplementedError:
+        # timm's M-RoPE has its axes in a buffer, which is empty there.
+        model = _build_timm(name, position, options, "cpu")
+    rope = _check_rope(model.position, name, position or OWN)
     notes = _note_windows(model)
     if rope.learned_frequencies is not None:
         rope.to_empty(device="cpu")
@@ -125,16 +119,38 @@ def _open_timm(name: str, position: str | None, options: dict[str, Any]) -> Insp
     words = "".join(f" --option {key}={value}" for key, value in options.items()).replace(", ", ",")
     # timm's weights are those of its own embedding.
     chosen = f"{name} --pretrained --position {OWN} --data folder:PATH{words}" if position in (None, OWN) else "RUN"
-    rows, columns = positioned.patch_embed.patch_size
+    rows, columns = model.patch_embed.patch_size
     return InspectionTarget(
         name=name,
         rope=rope,
-        train_size=(positioned.train_grid[0] * rows, positioned.train_grid[1] * columns),
+        train_size=(model.train_grid[0] * rows, model.train_grid[1] * columns),
         patch_size=(rows, columns),
         notes=tuple(notes),
         command=f"vision-rope evaluate {chosen}",
         output=Path("runs", "inspect", name.replace("/", "-")),
     )
+
+
+def _build_timm(name: str, position: str | None, options: dict[str, Any], device: str) -> Any:
+    """A timm model without weights that has its own embedding or another one as a Rope."""
+    import timm
+
+    from vision_rope.convert import FAMILIES, add_position
+    from vision_rope.convert.own_rope import OWN, timm_rope
+
+    try:
+        with torch.device(device):
+            model = timm.create_model(name, pretrained=False, **options)
+    except (TypeError, RuntimeError, AssertionError) as error:
+        if isinstance(error, NotImplementedError):
+            raise
+        raise ValueError(f"{name} cannot be built with options {options}: {error}") from error
+    if position is None and timm_rope(model) is None and type(model) in FAMILIES:
+        raise ValueError(
+            f"{name} (timm's {type(model).__name__}) has no rotary embedding, so nothing turns; say which one it would "
+            "be given, for instance --position rope-vit-axial"
+        )
+    return add_position(model, position or OWN)
 
 
 def _open_sam2(target: str) -> InspectionTarget:
