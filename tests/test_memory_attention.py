@@ -381,7 +381,9 @@ def test_average_at_the_borders_of_blocks(monkeypatch, length, queries, scale):
     )
 
 
-@pytest.mark.parametrize("order", [(0.01, 300.0), (300.0, 0.01), (0.01, -300.0, 0.01), (-300.0, 300.0, -300.0)])
+@pytest.mark.parametrize(
+    "order", [(0.01, 300.0), (300.0, 0.01), (0.01, -300.0, 0.01), (-300.0, -310.0), (-300.0, 300.0)]
+)
 def test_average_of_harmless_and_large_scores(monkeypatch, order):
     """A part that needs no maximum before and after one whose scores leave the range of float32."""
     monkeypatch.setattr(folded, "SCORES", 5 * 8)

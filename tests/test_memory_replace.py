@@ -58,6 +58,7 @@ class PromptEncoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.image_embedding_size = [4, 4]
+        self.no_mask_embed = nn.Embedding(1, 4)
 
 
 class Peer(nn.Module):
