@@ -99,15 +99,39 @@ class PositionedSamBlock(sam.Block):
     def forward(self, x: Tensor, rope: Position | None = None) -> Tensor:
         """Shapes: x (batch, rows, columns, dim) -> the same."""
         grid = x.shape[1], x.shape[2]
-        parts, padded = self.norm1(x), None
+        parts = self.norm1(x)
         if self.window_size:
-            parts, padded = sam.window_partition(parts, self.window_size)
+            parts = cut_windows(parts, self.window_size)
         parts = self.drop_path1(self.ls1(self.attn(parts, rope=rope)))
         if self.window_size:
-            parts = sam.window_unpartition(parts, self.window_size, grid, padded)
+            parts = join_windows(parts, grid)
         x = (x + parts).flatten(1, 2)
         x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         return x.unflatten(1, grid)
+
+
+# Not timm's functions, whose remainders take a compiler for all sizes three times as long.
+def cut_windows(x: Tensor, size: int) -> Tensor:
+    """Square windows of a map, with zeros where the last ones reach beyond it.
+
+    Shapes: (batch, rows, columns, dim) -> (batch * windows, size, size, dim)
+    """
+    batch, rows, columns, dim = x.shape
+    down, across = (rows + size - 1) // size, (columns + size - 1) // size
+    x = F.pad(x, (0, 0, 0, across * size - columns, 0, down * size - rows))
+    return x.view(batch, down, size, across, size, dim).transpose(2, 3).reshape(-1, size, size, dim)
+
+
+def join_windows(windows: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The inverse of `cut_windows`, for a map of that grid.
+
+    Shapes: (batch * windows, size, size, dim) -> (batch, rows, columns, dim)
+    """
+    rows, columns = grid
+    size, dim = windows.shape[-2:]
+    down, across = (rows + size - 1) // size, (columns + size - 1) // size
+    x = windows.view(-1, down, across, size, size, dim).transpose(2, 3)
+    return x.reshape(-1, down * size, across * size, dim)[:, :rows, :columns].contiguous()
 
 
 class PositionedVisionTransformerSAM(PositionedModel, sam.VisionTransformerSAM):
