@@ -71,19 +71,12 @@ class Problem:
         self.memory_pos = torch.cat([*placed, self.pointer_pos]).expand(objects, -1, -1)
 
     def entries(self, attention: MemoryAttention, *, prepared: bool) -> list[MemoryEntry]:
-        """What a bank would hold; keys of frames are made when they are stored.
-
-        The first frame is a prompted one, whose age is always the same and therefore in its keys.
-        """
+        """What a bank would hold; keys of frames are made when they are stored."""
         dtype = attention.norm.weight.dtype
         found = []
-        for number, (features, age) in enumerate(zip(self.frames, self.ages, strict=True)):
-            position = self.position + age if number == 0 else self.position
+        for features, age in zip(self.frames, self.ages, strict=True):
             entry = MemoryEntry(
-                features.to(dtype),
-                (self.side, self.side),
-                position=position.to(dtype),
-                age=None if number == 0 else age.to(dtype),
+                features.to(dtype), (self.side, self.side), position=self.position.to(dtype), age=age.to(dtype)
             )
             found.append(replace(entry, keys=attention.prepare_keys(entry)) if prepared else entry)
         return [*found, MemoryEntry(self.pointers.to(dtype), None, position=self.pointer_pos.to(dtype))]
@@ -159,13 +152,12 @@ def _preparation_case(side: int, frames: int, objects: int, device: torch.device
     def ours() -> Any:
         """Ages, which change with every frame and go to the keys block by block; values are not needed."""
         for index, layer in enumerate(layers):
-            recent = problem.ages[1:]
-            ages = layer.make_ages(torch.stack(recent), rotation, grid) if recent else ((), ())
+            ages = layer.make_ages(torch.stack(problem.ages), rotation, grid)
             pointers = layer.make_keys(problem.pointers + problem.pointer_pos, None)
             for sample in range(objects):
                 parts = [
                     MemoryPart(entry.keys[index][sample], entry.features[sample], age)  # type: ignore[index]
-                    for entry, age in zip(entries[:-1], [None, *zip(*ages, strict=True)], strict=True)
+                    for entry, age in zip(entries[:-1], zip(*ages, strict=True), strict=True)
                 ]
                 for _ in aged_blocks([*parts, MemoryPart(pointers[sample], problem.pointers[sample])], size):
                     pass
