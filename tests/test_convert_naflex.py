@@ -359,14 +359,14 @@ def test_augmentation_of_positions_is_for_training() -> None:
     assert not torch.allclose(model(batch), model(batch), atol=1e-3)
 
 
-@pytest.mark.parametrize("position", RELATIVE)
 @torch.no_grad()
-def test_padding_is_never_a_row_without_scores(position: str) -> None:
-    """In float16 a bias beside the least number is minus infinity, and a row of it NaN, which spreads."""
-    model = build(position)
-    batch = collate(images_for([(4, 4), (2, 3)]))
-    half = model.half()({**batch, "patches": batch["patches"].half()})
-    assert half.isfinite().all()
+def test_sinusoids_are_dropped_with_what_they_are_added_to() -> None:
+    model = build("sinusoidal", pos_drop_rate=0.5).train()
+    seen: list[Tensor] = []
+    model.norm_pre.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    for x in (torch.stack(images_for([(3, 5)] * 2)), collate(images_for(GRIDS))):
+        model(x)
+        assert 0.4 < (seen.pop() == 0).float().mean() < 0.6
 
 
 # ---- training and moving

@@ -110,12 +110,10 @@ class PositionedNaFlexVit(PositionedModel, NaFlexVit):
         if kept is not None:
             coord, valid = coord.gather(1, kept[..., None].expand(-1, -1, 2)), valid.gather(1, kept)
         if mask is None:
-            # Relative terms may leave no finite score to a padding token that looks at none, which would make it NaN.
-            symmetric = not (self.use_key_only_attn_mask or isinstance(self.position, RelativeEncoding))
             mask = create_attention_mask(
                 valid,
                 num_prefix_tokens=self.num_prefix_tokens,
-                symmetric=symmetric,
+                symmetric=not self.use_key_only_attn_mask,
                 q_len=1,
                 dtype=tokens.dtype,
             )
