@@ -359,6 +359,8 @@ def test_a_run_has_its_trained_frequencies(tmp_path: Path, capsys: pytest.Captur
     out, found = inspect(f"{tmp_path / 'run'} --size 64x32", tmp_path / "out", capsys)
     assert "UNTRAINED" not in out
     assert f"vision-rope evaluate {tmp_path / 'run'} --sizes 32,64x32 --extend none,interpolate" in out
+    places = [(row["layer"], row["head"], row["pair"]) for row in found["pairs"]]
+    assert places == list(itertools.product(range(2), range(3), range(8)))
     stored = torch.tensor([[row["frequency_rows"], row["frequency_columns"]] for row in found["pairs"]])
     torch.testing.assert_close(stored.view(2, 3, 8, 2), wanted.permute(0, 1, 3, 2))
     # Without --out a run keeps it.
@@ -423,6 +425,8 @@ def test_mistakes_about_folders_and_runs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a run folder: it holds no config"):
         open_inspection_target(str(tmp_path))
     make_run(tmp_path / "run", position="learned")
+    with pytest.raises(ValueError, match="holds no last weights"):
+        open_inspection_target(str(tmp_path / "run"), weights="last")
     with pytest.raises(ValueError, match="position encoding 'learned', which is not rotary"):
         open_inspection_target(str(tmp_path / "run"))
     with pytest.raises(ValueError, match=r"position is 'sam2', but .*run is no timm name"):
