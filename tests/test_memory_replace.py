@@ -215,6 +215,19 @@ def test_threads_do_not_disturb_each_other():
         assert_close(found[place], expected[place], atol=1e-6, rtol=0)
 
 
+@pytest.mark.integration
+def test_compiled_attention_sees_the_grid():
+    """Failure class 2: compiled as Meta compiles it for videos, two grids of one number of tokens."""
+    torch._dynamo.reset()
+    model = vr.replace_memory_attention(Peer().eval())
+    grids = [(2, 8), (8, 2)]
+    expected = [read(model, grid) for grid in grids]
+    model.memory_attention.forward = torch.compile(model.memory_attention.forward, fullgraph=True, backend="eager")
+    for grid, out in zip(grids, expected, strict=True):
+        assert_close(read(model, grid), out, atol=1e-5, rtol=0)
+    torch._dynamo.reset()
+
+
 def _set(path: str, value: Any) -> Any:
     def change(peer: Any) -> None:
         *parents, name = path.split(".")
