@@ -20,6 +20,7 @@ from torch.testing import assert_close
 import vision_rope as vr
 from vision_rope.encodings import ENCODINGS
 from vision_rope.frequencies import Ladder
+from vision_rope.masked_model import MaskedModel, create_decoder
 from vision_rope.rope_presets import PRESETS
 
 HEAD_DIM, HEADS, DEPTH = 24, 2, 2
@@ -497,6 +498,13 @@ def test_refusals_leave_the_model(position: str, options: dict[str, Any], words:
     assert type(model) is kind
     assert list(model.state_dict()) == keys
     assert isinstance(model.embeds.pos_drop, nn.Dropout)
+
+
+def test_masked_prediction_is_refused() -> None:
+    with pytest.raises(ValueError, match="PositionedNaFlexVit.*choose a vit"):
+        MaskedModel(build())
+    with pytest.raises(ValueError, match="PositionedNaFlexVit.*choose a vit"):
+        create_decoder(build(), position="none", dim=24, depth=1, num_heads=1)
 
 
 @pytest.mark.integration

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from timm.layers import PatchEmbed
+from timm.models.naflexvit import NaFlexVit
 from torch import Tensor, nn
 
 from vision_rope.convert import create_model
@@ -134,8 +135,10 @@ def create_decoder(
     It is a timm ViT whose patches are the encoder's tokens, so that every position encoding works in it too.
 
     Raises:
-        ValueError: for a width that the heads do not divide, or that the encoding does not fit.
+        ValueError: for an encoder that `MaskedModel` refuses, a width that the heads do not divide, or that the
+            encoding does not fit.
     """
+    _check_encoder(encoder)
     if depth < 1 or num_heads < 1 or dim % num_heads:
         raise ValueError(
             f"the decoder has dim {dim}, depth {depth} and {num_heads} heads, but all must be positive and the heads "
@@ -182,6 +185,11 @@ def _check_encoder(encoder: Any) -> None:
         raise ValueError(
             "the encoder drops patches by itself (patch_drop_rate), which would leave hidden ones without a "
             "prediction; build it with patch_drop_rate=0"
+        )
+    if isinstance(encoder, NaFlexVit):
+        raise ValueError(
+            f"the encoder is a {type(encoder).__name__}, whose patches get their positions and class tokens together "
+            "with their embedding, where masks would come between; choose a vit_* or eva model"
         )
     if not isinstance(encoder.patch_embed, PatchEmbed):
         raise ValueError(
