@@ -501,9 +501,9 @@ def test_refusals_leave_the_model(position: str, options: dict[str, Any], words:
 
 
 def test_masked_prediction_is_refused() -> None:
-    with pytest.raises(ValueError, match="PositionedNaFlexVit.*choose a vit"):
+    with pytest.raises(ValueError, match=r"PositionedNaFlexVit.*choose a vit"):
         MaskedModel(build())
-    with pytest.raises(ValueError, match="PositionedNaFlexVit.*choose a vit"):
+    with pytest.raises(ValueError, match=r"PositionedNaFlexVit.*choose a vit"):
         create_decoder(build(), position="none", dim=24, depth=1, num_heads=1)
 
 
