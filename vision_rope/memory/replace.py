@@ -63,7 +63,7 @@ class ReplacedMemoryAttention(MemoryAttention):
             _check_flags(layer, f"memory_attention.layers.{index}", LAYER_FLAGS)
             _check_layer(layer, f"memory_attention.layers.{index}")
         first = attention.layers[0]
-        rope = _read_rope(attention)
+        rope = read_rope(attention)
         with torch.device("meta"):  # the weights come from `attention`
             super().__init__(
                 dim=first.self_attn.q_proj.in_features,
@@ -178,8 +178,13 @@ def _check_layer(layer: Any, name: str) -> None:
         raise ValueError(f"{name} drops with the probabilities {sorted(rates)}; only one for all can be replaced")
 
 
-def _read_rope(attention: Any) -> Rope:
-    """The rotary embedding that all layers of a SAM 2 memory attention share."""
+def read_rope(attention: Any, depth: int = 1) -> Rope:
+    """The rotary embedding that all layers of a SAM 2 memory attention share.
+
+    Raises: ValueError where they do not share one.
+    """
+    if isinstance(attention, MemoryAttention):
+        return attention.rope
     kinds = [
         getattr(getattr(getattr(layer, name), "compute_cis", None), "keywords", {})
         for layer in attention.layers
@@ -189,4 +194,4 @@ def _read_rope(attention: Any) -> Rope:
         raise ValueError(
             f"the attention layers have the rotary embeddings {kinds}; they must share one of `dim` and `theta`"
         )
-    return preset("sam2", head_dim=kinds[0]["dim"], base=kinds[0]["theta"])
+    return preset("sam2", head_dim=kinds[0]["dim"], depth=depth, base=kinds[0]["theta"])

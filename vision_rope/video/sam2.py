@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from vision_rope.memory.replace import read_rope
 from vision_rope.rope import Rope
-from vision_rope.rope_presets import preset
 
 # Those that Ultralytics builds; here so that they are known without importing it.
 SAM2_NAMES = tuple(f"sam{version}_{size}" for version in ("2", "2.1") for size in "tsbl")
@@ -87,10 +87,4 @@ def memory_rope(model: Any) -> Rope:
 
     Raises: ValueError where they do not share one.
     """
-    layers = model.memory_attention.layers
-    attentions = [attention for layer in layers for attention in (layer.self_attn, layer.cross_attn_image)]
-    kinds = {(kind.compute_cis.keywords["dim"], kind.compute_cis.keywords["theta"]) for kind in attentions}
-    if len(kinds) != 1:
-        raise ValueError(f"the layers of memory attention differ in head_dim and base: {sorted(kinds)}")
-    head_dim, base = kinds.pop()
-    return preset("sam2", head_dim=head_dim, depth=len(layers), base=base)
+    return read_rope(model.memory_attention, depth=len(model.memory_attention.layers))
