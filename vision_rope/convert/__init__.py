@@ -67,8 +67,8 @@ FAMILIES: dict[type[nn.Module], Family] = {
     ),
     NaFlexVit: Family(
         naflex.convert,
-        f"{ANY_SIZE}, and several sizes in one batch",
-        "naflexvit, other names with use_naflex=True; own RoPE replaced",
+        ANY_SIZE,
+        "naflexvit, other names with use_naflex=True; several sizes in one batch; own RoPE replaced",
     ),
     Beit: Family(biased.convert, SET_INPUT_SIZE, "beit, beitv2; own relative biases stay"),
     VisionTransformerRelPos: Family(
@@ -137,7 +137,8 @@ def add_position(
     """Give a timm model a position encoding; most families then take images of any size that their patches divide.
 
     The model is changed in place and returned; it stays an instance of its timm class. Keys of its state dict stay;
-    only the absolute embedding `pos_embed` leaves it, and learned frequencies join it (`position.learned_frequencies`).
+    only the absolute embedding `pos_embed` (`embeds.pos_embed*` of NaFlexVit) leaves it, and learned frequencies join it
+    (`position.learned_frequencies`).
     A rotary embedding that the model was built with is replaced; where both it and the new one are "mixed", its
     frequencies stay.
 
