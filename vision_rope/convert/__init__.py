@@ -137,8 +137,8 @@ def add_position(
     """Give a timm model a position encoding; most families then take images of any size that their patches divide.
 
     The model is changed in place and returned; it stays an instance of its timm class. Keys of its state dict stay;
-    only the absolute embedding `pos_embed` (`embeds.pos_embed*` of NaFlexVit) leaves it, and learned frequencies join it
-    (`position.learned_frequencies`).
+    only the absolute embedding `pos_embed` (of NaFlexVit `embeds.pos_embed*`) leaves it, and learned frequencies join
+    it (`position.learned_frequencies`).
     A rotary embedding that the model was built with is replaced; where both it and the new one are "mixed", its
     frequencies stay.
 
