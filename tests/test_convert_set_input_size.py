@@ -437,6 +437,7 @@ def test_own_rotation_of_sam(reference: Any) -> None:
     theirs = build_timm("sam", **options)
     ours = vr.add_position(copy.deepcopy(theirs), "own")
     assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert not any(type(part).__module__.startswith("timm") and "rope" in name for name, part in ours.named_modules())
     x = images()
     assert_close(ours(x), theirs(x), rtol=0, atol=1e-5)
     without = vr.add_position(copy.deepcopy(theirs), "learned")

@@ -104,7 +104,8 @@ def check_sweep(config: TrainConfig, model: nn.Module) -> None:
     from vision_rope.evaluate import check_methods
 
     embed: Any = model.patch_embed
-    patch_size = tuple(model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
+    patch_size = tuple(embed.patch_size)
+    own_size: Any = tuple(embed.img_size) if getattr(embed, "strict_img_size", False) else None
     named = {
         "data.size": [pixel_size(config.data.size)],
         "data.train_sizes": training_sizes(config.data) if config.data.train_sizes else [],
@@ -119,14 +120,10 @@ def check_sweep(config: TrainConfig, model: nn.Module) -> None:
             for each in sizes:
                 task.check_size(each)
                 # The sweep fits a copy of the model to each of its sizes.
-                if (
-                    key != "evaluation.sizes"
-                    and getattr(embed, "strict_img_size", False)
-                    and each != tuple(embed.img_size)
-                ):
+                if key != "evaluation.sizes" and own_size not in (None, each):
                     raise ValueError(
                         f"size {format_size(each)} is not that of {config.model.name}, which takes images of "
-                        f"{format_size(tuple(embed.img_size))} pixels alone; train at that size"
+                        f"{format_size(own_size)} pixels alone; train at that size"
                     )
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
