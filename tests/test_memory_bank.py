@@ -156,6 +156,13 @@ def test_selection_among_prompts_before_and_after(mode, max_prompted):
                 )
 
 
+def test_distractors_ahead_are_not_read():
+    policy, tracked, flagged = POLICIES["dam4sam"], range(1, 20), [4, 8, 10, 15]
+    selected = select_frames(10, [0], tracked, policy, distractors=flagged)
+    assert selected == slow_frames(10, [0], tracked, policy, flagged=flagged)
+    assert selected == [(0, 6), (7, 2), (9, 0), (4, 6), (8, 6)]
+
+
 # --- prompted frames, slots and rows ---------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ class Gate:
         mask_quality: the predicted IoU of the mask must be above it; None does not ask.
         keep_previous: read the frame before the present one even so, as SAMURAI does.
 
-    Source: SAMURAI (arXiv 2411.11922), section 4.2, without its score of motion; its default thresholds.
+    Source: SAMURAI (arXiv 2411.11922), its memory selection without the score of motion; its default thresholds.
     """
 
     object_score: float | None = 0.0
