@@ -140,14 +140,15 @@ def add_position(
     only the absolute embedding `pos_embed` (of NaFlexVit `embeds.pos_embed*`) leaves it, and learned frequencies join
     it (`position.learned_frequencies`).
     A rotary embedding that the model was built with is replaced; where both it and the new one are "mixed", its
-    frequencies stay.
+    frequencies stay. Relative biases of its own (beit, vit_relpos, samvit) stay beside the encoding, and go with "none".
 
     Args:
         model: a timm model of a supported family (`FAMILIES`).
         position: a preset (`vision_rope.presets()`), another encoding (`vision_rope.encodings.ENCODINGS`), a Rope, or
             "own": the rotary embedding that the timm model was built with, beside its absolute one where it has both.
-        keep_absolute: keep the model's own absolute embedding, resampled to new grids, beside the encoding.
-        attention: "softmax", or "linear" (`vision_rope.linear_attend`) in its place.
+        keep_absolute: keep the model's own absolute embedding, resampled to new grids, beside the encoding; with "none"
+            its relative biases too.
+        attention: "softmax", or "linear" (`vision_rope.linear_attend`) in its place; not beside relative biases.
         attention_options: of linear attention: feature_map, a name of `vision_rope.linear_attention.FEATURE_MAPS`
             ("elu" where not given), and num_features of "performer" (as many as a head has channels where not given).
             The random projection of "performer" joins the state dict (`blocks.*.attn.projection.matrix`).
