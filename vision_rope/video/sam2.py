@@ -47,6 +47,9 @@ def ultralytics_module(name: str) -> ModuleType:
 def build_sam2(name: str) -> Any:
     """A SAM 2 model of Ultralytics with random weights, by its name: sam2_t, sam2.1_l, ...
 
+    Ultralytics tells 2.1 from a checkpoint's name, so that without one it builds the parts of 2.0; memory attention is
+    the same in both.
+
     Raises: ValueError where the extra is not installed.
     """
     try:
