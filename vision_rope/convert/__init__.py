@@ -209,6 +209,11 @@ def check_position(position: str | Rope, options: dict[str, Any]) -> None:
         if options:
             raise ValueError(f"position is a Rope already; the options {', '.join(options)} would have no effect")
         return
+    if position == OWN and options:
+        raise ValueError(
+            f"position {OWN!r} is the rotary embedding that the timm model was built with; the options "
+            f"{', '.join(options)} would have no effect: give them to timm (rope_temperature, ...), or name a preset"
+        )
     known = [*PRESETS, *ENCODINGS, OWN]
     if position not in known:
         hint = did_you_mean(position, known)
