@@ -26,7 +26,7 @@ from vision_rope.checkpoint import load_run
 from vision_rope.config import load_config
 from vision_rope.convert import timm_state_dict
 from vision_rope.encodings import ENCODINGS
-from vision_rope.evaluate import sweep
+from vision_rope.evaluate import evaluate, sweep
 from vision_rope.frequencies import Ladder
 from vision_rope.masked_model import MaskedModel, create_decoder
 from vision_rope.relative import RelativeTerms
@@ -699,6 +699,31 @@ def test_a_training_run(kind: str, folder: Path) -> None:
     assert (folder / "run" / "evaluation" / "evaluation.png").is_file()
     model: Any = load_run(folder / "run", device=torch.device("cpu")).model
     assert model.patch_embed.img_size == (24, 32)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["beit absolute", "relpos", "sam"])
+def test_evaluation_of_a_timm_model(kind: str, folder: Path) -> None:
+    name, options = KINDS[kind]
+    options = {key: value for key, value in {**TINY, **options, "img_size": 32}.items() if key != "num_classes"}
+    for position in ("rope-vit-axial", None):
+        rows, files = evaluate(
+            name,
+            data=f"folder:{folder / 'data'}",
+            split="val",
+            position=position,
+            model_options=options,
+            sizes="32,24x40",
+            extend="ntk",
+            device="cpu",
+            num_workers=0,
+            progress=False,
+            output=folder / "out",
+        )
+        methods = [(row["size"], row["method"]) for row in rows if row["nll"] is not None]
+        both = ("none", "ntk") if position else ("none",)
+        assert methods == [(size, method) for size in ("32", "24x40") for method in both]
+        assert all(path.is_file() for path in files)
 
 
 def test_training_at_other_sizes_is_refused(folder: Path) -> None:

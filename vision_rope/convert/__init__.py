@@ -140,7 +140,7 @@ def add_position(
     only the absolute embedding `pos_embed` (of NaFlexVit `embeds.pos_embed*`) leaves it, and learned frequencies join
     it (`position.learned_frequencies`).
     A rotary embedding that the model was built with is replaced; where both it and the new one are "mixed", its
-    frequencies stay. Relative biases of its own (beit, vit_relpos, samvit) stay beside the encoding, and go with "none".
+    frequencies stay. Relative biases of its own (beit, vit_relpos, samvit) stay beside the encoding, but for "none".
 
     Args:
         model: a timm model of a supported family (`FAMILIES`).
