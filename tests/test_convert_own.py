@@ -214,3 +214,16 @@ def test_weights_that_timm_has_no_place_for_are_refused() -> None:
     model = vr.add_position(build("axial"), "t5")
     with pytest.raises(ValueError, match=r"position\.biases, for which timm has no place"):
         vr.timm_state_dict(model)
+
+
+@torch.no_grad()
+def test_the_size_a_model_is_built_for_need_not_divide() -> None:
+    """timm's siglip has 384 px and patches of 14: the rest is cut off."""
+    options = {name: value for name, value in TINY.items() if name != "head_init_scale"}
+    theirs = timm.create_model("vit_so400m_patch14_siglip_384", img_size=60, **options)
+    x = torch.randn(2, 3, 60, 60)
+    theirs.eval()
+    ours = vr.add_position(copy.deepcopy(theirs), "learned")
+    assert torch.equal(ours(x), theirs(x))
+    with pytest.raises(ValueError, match=r"height 61.*resize them to 56 or 70"):
+        ours(torch.randn(2, 3, 61, 60))

@@ -636,8 +636,8 @@ def test_memory_of_a_timm_backbone():
         ((1, 12), (1, 24), {"num_pointer_tokens": 1}, "1 of them of pointers"),
         ((1, 12), (1, 24), {"num_pointer_tokens": -12}, "-12 of them of pointers"),
         ((1, 12), (1, 24), {"num_pointer_tokens": 36}, "36 of them of pointers"),
-        ((2, 12), (3, 24), {}, r"memory has shape \(3, 24, 8\) and tokens \(2, 12, 32\); .* the same batch"),
-        ((1, 12), (1, 24), {"grid": (3, 4, 1)}, "2 axes"),
+        ((2, 12), (3, 24), {}, r"memory has shape \(3, 24, 8\) beside \(2, 12, 32\); .* the same batch"),
+        ((1, 12), (1, 24), {"grid": (3, 4, 1)}, r"grid is \(3, 4, 1\); it must be \(rows, columns\)"),
     ],
 )
 def test_errors_of_a_call(tokens, memory, options, message):
@@ -654,7 +654,7 @@ def test_errors_of_a_call(tokens, memory, options, message):
         ([MemoryEntry(torch.randn(1, 24, MEMORY_DIM), (3, 4))], r"features must be \(batch, 12, memory_dim\)"),
         ([MemoryEntry(torch.randn(12, MEMORY_DIM), (3, 4))], r"features must be \(batch, 12, memory_dim\)"),
         ([MemoryEntry(torch.randn(12, MEMORY_DIM), None)], r"features must be \(batch, tokens, memory_dim\)"),
-        ([MemoryEntry(torch.randn(3, 12, MEMORY_DIM), (3, 4))], r"tokens \(2, 12, 32\)"),
+        ([MemoryEntry(torch.randn(3, 12, MEMORY_DIM), (3, 4))], r"beside \(2, 12, 32\)"),
         ([MemoryEntry(torch.randn(2, 3, MEMORY_DIM), None, age=torch.randn(MEMORY_DIM))], "without a grid has an age"),
     ],
 )
@@ -667,3 +667,43 @@ def test_errors_of_entries(entries, message):
 def test_heads_that_do_not_divide():
     with pytest.raises(ValueError, match="num_heads is 3 and must divide the 32 channels"):
         MemoryAttention(32, 8, num_heads=3)
+
+
+@torch.no_grad()
+def test_a_hook_on_a_projection_keeps_what_it_saw():
+    attention = RopeAttention(32, kv_dim=8).eval()
+    rotation = vr.preset("sam2", head_dim=32).grid_rotations(3, 5)[0]
+    seen = []
+    for layer in (attention.q_proj, attention.k_proj):
+        layer.register_forward_hook(lambda module, inputs, output: seen.append((output, output.clone())))
+    memory = torch.randn(1, 15, 8)
+    attention.read(torch.randn(1, 15, 32), rotation, [MemoryPart(attention.make_keys(memory, rotation), memory)])
+    assert len(seen) == 2
+    assert all(torch.equal(output, before) for output, before in seen)
+
+
+@torch.no_grad()
+def test_grids_from_files_are_lists():
+    attention = vr.MemoryAttention(32, 8, 2, 64).eval()
+    tokens, features = torch.randn(1, 15, 32), torch.randn(1, 15, 8)
+    wanted = attention.read(tokens, [vr.MemoryEntry(features, (3, 5))], grid=(3, 5))
+    torch.testing.assert_close(attention.read(tokens, [vr.MemoryEntry(features, [3, 5])], grid=[3, 5]), wanted)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a, t, m: a(t, m[:, :0], grid=(3, 5)), "memory is empty"),
+        (lambda a, t, m: a(t, m, grid=8), r"grid is 8; it must be \(rows, columns\)"),
+        (lambda a, t, m: a(t[..., :30], m, grid=(3, 5)), r"tokens has shape \(1, 15, 30\); .* \(batch, 15, 32\)"),
+        (lambda a, t, m: a(t, m, grid=(3, 5), tokens_pos=t[:, 1:]), "tokens_pos has shape"),
+        (
+            lambda a, t, m: a.read(t, [vr.MemoryEntry(m.expand(n, -1, -1), (3, 5)) for n in (2, 3)], grid=(3, 5)),
+            r"an entry has shape \(2, 15, 8\) beside \(3, 15, 8\)",
+        ),
+    ],
+)
+def test_more_mistakes_are_one_sentence(call, message):
+    attention = vr.MemoryAttention(32, 8, 2, 64).eval()
+    with pytest.raises(ValueError, match=message):
+        call(attention, torch.randn(1, 15, 32), torch.randn(1, 15, 8))

@@ -12,7 +12,7 @@ import torch
 from torch.testing import assert_close
 
 import vision_rope as vr
-from vision_rope.memory import StoredFrame, StoredPointer
+from vision_rope.memory import MemoryAttention, MemoryBank, MemoryEncoder, StoredFrame, StoredPointer, VideoMemory
 from vision_rope.memory.sine import sine_1d, sine_2d
 from vision_rope.video.sam2 import ultralytics_module
 
@@ -370,3 +370,34 @@ def test_under_autocast():
             out = memory(tokens, banks[-1], 8, grid=(2, 3))
         assert memory(tokens, mixed[-1], 3, grid=(2, 3)).isfinite().all()
     assert float((out - expected).norm() / expected.norm()) < 0.1
+
+
+@pytest.mark.parametrize("how", ["fused step", "data", "load", "inference"])
+def test_keys_of_other_weights_are_not_read(how):
+    """However the weights changed: not every way counts its changes."""
+    memory = VideoMemory(MemoryAttention(32, 8, 2, 64, dropout=0.0), MemoryEncoder(32, 8))
+    generator = torch.Generator().manual_seed(0)
+    frame, masks, tokens = (torch.randn(s, generator=generator) for s in ((1, 32, 3, 5), (1, 1, 48, 80), (1, 15, 32)))
+    with torch.inference_mode() if how == "inference" else torch.no_grad():
+        if how == "inference":
+            memory = copy.deepcopy(memory)
+        bank = memory.store_frame(MemoryBank(), 0, frame, masks, prompted=True)
+        assert memory.read_entries(bank, 1)[0].keys is not None
+        if how == "inference":
+            for parameter in memory.parameters():
+                parameter.mul_(1.5)
+    if how == "fused step":
+        optimizer = torch.optim.AdamW(memory.parameters(), lr=0.1, fused=True)
+        memory(tokens, bank, 1, grid=(3, 5)).square().sum().backward()
+        optimizer.step()
+    elif how == "data":
+        for parameter in memory.parameters():
+            parameter.data.mul_(0.5)
+    elif how == "load":
+        memory.load_state_dict({name: 2 * value for name, value in memory.state_dict().items()})
+    with torch.inference_mode() if how == "inference" else torch.no_grad():
+        assert memory.read_entries(bank, 1)[0].keys is None
+        fresh = memory.prepare_keys(bank)
+        assert memory.read_entries(fresh, 1)[0].keys is not None
+        wanted = memory(tokens, fresh, 1, grid=(3, 5))
+        torch.testing.assert_close(memory(tokens, bank, 1, grid=(3, 5)), wanted, atol=1e-5, rtol=1e-5)

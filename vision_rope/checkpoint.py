@@ -100,7 +100,8 @@ def _build_backbone(config: TrainConfig, num_classes: int, *, pretrained: bool |
     except (TypeError, RuntimeError, AssertionError) as error:
         # timm names a wrong option, an unknown model or a head that does not divide through these.
         raise ValueError(
-            f"model.name {section.name} cannot be built with model.options {section.options}: {error}"
+            f"model.name {section.name} cannot be built with model.options {section.options}: {error}; "
+            "options of a file join those of flags: --model.options '{NAME: null}' takes one out"
         ) from error
 
 

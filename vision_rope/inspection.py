@@ -36,6 +36,8 @@ from vision_rope.rope import Rope
 
 AXES = ("rows", "columns")
 Grid = tuple[int, ...]
+# 8,192 x 8,192 pixels in patches of 16: tables of offsets stay below a GB.
+MOST_TOKENS = 1 << 18
 
 # What the suggestions rest on.
 STUDIES = "docs/results/studies.md"
@@ -147,6 +149,11 @@ def find_unseen(
 
     Shapes: (..., axes, pairs) -> (..., pairs) bool.
     """
+    if grid[0] * grid[1] > MOST_TOKENS:
+        raise ValueError(
+            f"the grid of {grid[0]} x {grid[1]} tokens is too large to look at each offset; take one of at most "
+            f"{MOST_TOKENS:,} tokens"
+        )
     seen = (frequencies.abs() * (axis_steps(coordinates, train_grid) * torch.tensor(train_grid))[:, None]).sum(-2)
     # Two tokens apart by (rows, columns) or by (-rows, -columns) meet at the same angle but for its sign.
     offsets = [torch.arange(grid[0], dtype=torch.float64), torch.arange(1 - grid[1], grid[1], dtype=torch.float64)]

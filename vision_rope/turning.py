@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 Pairing = Literal["interleaved", "half", "half-per-axis"]
@@ -77,6 +77,12 @@ def is_eager(x: Tensor) -> bool:
 def is_transformed() -> bool:
     """Whether torch.func's grad, vmap, jvp or another is at work; torch has no public way to ask."""
     return torch._C._are_functorch_transforms_active()
+
+
+def is_unobserved(layer: nn.Module) -> bool:
+    """Whether a layer's output is its caller's alone: no hook sees it, and no layer inside hands it on."""
+    hooks = layer._forward_hooks or nn.modules.module._global_forward_hooks
+    return type(layer) is nn.Linear and not hooks
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

@@ -77,7 +77,7 @@ FAMILIES: dict[type[nn.Module], Family] = {
     VisionTransformerSAM: Family(
         sam.convert,
         SET_INPUT_SIZE,
-        "samvit; also other sizes without it, as timm's; own relative biases stay, own RoPE replaced",
+        "samvit; own relative biases stay, own RoPE (use_rope=True) replaced",
     ),
 }
 
@@ -163,10 +163,10 @@ def add_position(
         )
     family = FAMILIES.get(type(model))
     if family is None:
-        supported = "; ".join(f"{kind.__name__} ({row.examples})" for kind, row in FAMILIES.items())
         raise ValueError(
-            f"model is a {type(model).__name__}, which add_position does not know; it supports timm's {supported}: "
-            "each class exactly, not its subclasses, and no hierarchy that windows or pools its tokens"
+            f"model is a {type(model).__name__}, which add_position does not know; it supports timm's "
+            f"{', '.join(kind.__name__ for kind in FAMILIES)}, each class exactly and not its subclasses: "
+            "`vision-rope inspect --families` says which models these are"
         )
     check_position(position, options)
     return family.convert(

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from vision_rope.attention import attend, join_runs, split_runs
 from vision_rope.relative import RelativeTerms
 from vision_rope.rotation import Rotation, rotate, rotate_qkv
+from vision_rope.turning import is_unobserved
 
 OfOneGrid = Rotation | RelativeTerms
 
@@ -90,7 +91,7 @@ class PositionedAttention(nn.Module):
     def _packed(self, x: Tensor) -> tuple[Tensor, bool]:
         """Queries, keys and values (batch, tokens, 3 * heads * head_dim), and whether nobody else holds them."""
         assert self.qkv is not None
-        return self.qkv(x), _is_unobserved(self.qkv)
+        return self.qkv(x), is_unobserved(self.qkv)
 
     def _split(self, x: Tensor, position: OfOneGrid | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (batch, heads, tokens, head_dim), turned where there is a rotation."""
@@ -151,12 +152,6 @@ class PositionedAttention(nn.Module):
         )
 
 
-def _is_unobserved(layer: nn.Module) -> bool:
-    """Whether a layer's output is its caller's alone: no hook sees it, and no layer inside hands it on."""
-    hooks = layer._forward_hooks or torch.nn.modules.module._global_forward_hooks
-    return type(layer) is nn.Linear and not hooks
-
-
 class PositionedPlainAttention(PositionedAttention, Attention):
     """timm's Attention with positions."""
 
@@ -175,7 +170,7 @@ class PositionedEvaAttention(PositionedAttention, EvaAttention):
 def packed_with_biases(layer: Any, x: Tensor) -> tuple[Tensor, bool]:
     """The projection of BEiT and EVA, whose biases stand apart: queries and values have one, keys have zeros."""
     if layer.q_bias is None:
-        return layer.qkv(x), _is_unobserved(layer.qkv)
+        return layer.qkv(x), is_unobserved(layer.qkv)
     bias = torch.cat((layer.q_bias, layer.k_bias, layer.v_bias))
     # Apart, or by the layer's weight alone: as timm does, whose hooks and last bits then stay.
     out = layer.qkv(x) + bias if layer.qkv_bias_separate else F.linear(x, layer.qkv.weight, bias)

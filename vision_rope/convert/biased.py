@@ -7,6 +7,7 @@ images of the size it has, and timm's `set_input_size` gives it another.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -129,18 +130,22 @@ class BiasedModel(PositionedModel):
     ) -> None:
         """timm's method: take images of another size, for which absolute embedding and biases are resampled.
 
+        They become new Parameters: call it before an optimizer is made.
+
         Units: pixels, one number or (height, width).
         Raises: ValueError where the patch size does not divide the image.
         """
         check_input_size(self.patch_embed, img_size, patch_size)
-        super().set_input_size(img_size=img_size, patch_size=patch_size)  # type: ignore[misc]
+        with warnings.catch_warnings():
+            # torch's advice to timm, which resamples its tables with what torch will take back.
+            warnings.filterwarnings("ignore", "Using a non-tuple sequence|torch.searchsorted")
+            super().set_input_size(img_size=img_size, patch_size=patch_size)  # type: ignore[misc]
 
     def _shared_bias(self) -> Tensor | None:
         """The bias that all blocks share: (heads, tokens, tokens), or with an axis of 1 in front."""
         raise NotImplementedError
 
     def _check_image_size(self, images: Tensor) -> None:
-        super()._check_image_size(images)
         height, width = images.shape[-2:]
         own = self.patch_embed.img_size
         if (height, width) != tuple(own):

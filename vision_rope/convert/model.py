@@ -338,9 +338,15 @@ class PositionedModel(nn.Module):
         return block(x, attn_mask=attn_mask, is_causal=is_causal, rope=position)
 
     def _check_image_size(self, images: Tensor) -> None:
-        if self.patch_embed.dynamic_img_pad:
+        # timm cuts off what is left of the very size that a model is built for (siglip: 384 px, patches of 14).
+        if self.patch_embed.dynamic_img_pad or tuple(images.shape[-2:]) == self._built_for():
             return
         check_divisible("images have", images.shape[-2:], self.patch_embed.feat_ratio(as_scalar=False))
+
+    def _built_for(self) -> tuple[int, int] | None:
+        """The size in pixels that the patch embedding was built for, where it was built for one."""
+        size = getattr(self.patch_embed, "img_size", None)
+        return None if size is None else (size[0], size[1])
 
 
 def check_divisible(subject: str, size: Sequence[int], patch: Sequence[int]) -> None:

@@ -115,5 +115,8 @@ def _check_images(model: Any, images: Sequence[Tensor]) -> list[Tensor]:
         try:
             model._check_image_size(image)
         except ValueError as error:
-            raise ValueError(f"images[{index}] has shape {tuple(image.shape)}: {error}") from None
+            channels = model.in_chans
+            last = image.shape[-1] == channels != image.shape[0]
+            hint = "; channels come first: give image.permute(2, 0, 1)" if last else ""
+            raise ValueError(f"images[{index}] has shape {tuple(image.shape)}: {error}{hint}") from None
     return images

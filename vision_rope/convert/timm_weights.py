@@ -17,7 +17,8 @@ from vision_rope.rope import Rope
 def timm_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """A converted model's weights in timm's naming, layout and pairing, for `timm_model.load_state_dict`.
 
-    The other way round needs nothing: a converted model's `load_state_dict` takes timm's weights as they are. timm's
+    The other way round needs nothing: a converted model's `load_state_dict` takes timm's weights as they are, where it
+    has timm's pairing still (load before `convert_pairing`). What was taken away, as `pos_embed` is, timm misses. Its
     model computes the same where it is built with the same rotary embedding, as position="own" makes sure; weights
     alone tell neither base nor coordinates.
 

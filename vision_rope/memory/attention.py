@@ -6,7 +6,7 @@ Names of parameters are those of SAM 2 and SAM 2.1. Grids are passed: nothing he
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from vision_rope.attention import attend
 from vision_rope.memory.folded import MemoryPart, average_memory
 from vision_rope.rope_presets import preset
 from vision_rope.rotation import Rotation, rotate
-from vision_rope.turning import is_eager
+from vision_rope.turning import is_eager, is_unobserved
 
 Grid = tuple[int, int]
 
@@ -91,7 +91,7 @@ class RopeAttention(nn.Module):
         # Heads, then frames stand before the tokens of a frame, which all turn alike.
         frames = keys.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
         frames = frames.unflatten(-2, (-1, rotation.cos.shape[-2]))
-        turned = rotate(frames, rotation, overwrite=type(self.k_proj) is nn.Linear)
+        turned = rotate(frames, rotation, overwrite=is_unobserved(self.k_proj))
         return turned.flatten(-3, -2).transpose(-3, -2).flatten(-2)
 
     def make_ages(self, ages: Tensor, rotation: Rotation, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ class RopeAttention(nn.Module):
 
         Shapes: x (batch or 1, tokens, dim) -> (batch, tokens, dim)
         """
-        q = rotate(self._split_heads(self.q_proj(x)), rotation, overwrite=type(self.q_proj) is nn.Linear)
+        q = rotate(self._split_heads(self.q_proj(x)), rotation, overwrite=is_unobserved(self.q_proj))
         if self._can_fold(q, parts):
             q = q.squeeze(1) * q.shape[-1] ** -0.5
             return self.out_proj(self.v_proj(average_memory(q, parts)))
@@ -224,6 +224,8 @@ class MemoryAttention(nn.Module):
         x = self._start(tokens, tokens_pos, grid)
         _check_batch("memory", memory, tokens)
         tokens_of_frames = memory.shape[1] - num_pointer_tokens
+        if not memory.shape[1]:
+            raise ValueError("memory is empty; a frame without memory is not read: SAM 2 adds no_mem_embed instead")
         if not 0 <= num_pointer_tokens <= memory.shape[1] or tokens_of_frames % (grid[0] * grid[1]):
             raise ValueError(
                 f"memory has {memory.shape[1]} tokens, {num_pointer_tokens} of them of pointers; the others must be "
@@ -259,9 +261,13 @@ class MemoryAttention(nn.Module):
             raise ValueError("entries is empty; a frame without memory is not read: SAM 2 adds no_mem_embed instead")
         rotation = self._rotation(grid, tokens.device)
         x = self._start(tokens, tokens_pos, grid)
+        # Grids from files are lists.
+        entries = [replace(e, grid=None if e.grid is None else (e.grid[0], e.grid[1])) for e in entries]
+        largest = max((entry.features for entry in entries), key=len)
         for entry in entries:
             _check_entry(entry)
             _check_batch("an entry", entry.features, tokens)
+            _check_batch("an entry", entry.features, largest)
         rotations = {e.grid: self._rotation(e.grid, tokens.device) for e in entries if e.grid is not None}
         for index, layer in enumerate(self.layers):
             cross = layer.cross_attn_image
@@ -285,14 +291,21 @@ class MemoryAttention(nn.Module):
         return tuple(layer.cross_attn_image.make_keys(self._place(entry), rotation) for layer in self.layers)
 
     def _rotation(self, grid: Grid, device: torch.device) -> Rotation:
+        if not isinstance(grid, Sequence) or len(grid) != 2:
+            raise ValueError(f"grid is {grid!r}; it must be (rows, columns) of a frame's tokens, for instance (36, 64)")
         return self.rope.grid_rotations(*grid, device=device)[0]
 
     def _start(self, tokens: Tensor, tokens_pos: Tensor | None, grid: Grid) -> Tensor:
         """What enters the first layer."""
-        if tokens.ndim != 3 or tokens.shape[1] != grid[0] * grid[1]:
+        dim = self.norm.normalized_shape[0]
+        if tokens.ndim != 3 or tokens.shape[1:] != (grid[0] * grid[1], dim):
             raise ValueError(
                 f"tokens has shape {tuple(tokens.shape)}; a frame of the grid {tuple(grid)} has (batch, "
-                f"{grid[0] * grid[1]}, channels)"
+                f"{grid[0] * grid[1]}, {dim})"
+            )
+        if tokens_pos is not None and tokens_pos.shape[-2:] != tokens.shape[-2:]:
+            raise ValueError(
+                f"tokens_pos has shape {tuple(tokens_pos.shape)} and tokens {tuple(tokens.shape)}; each token has one"
             )
         return self._cast(tokens if tokens_pos is None else tokens + 0.1 * tokens_pos)
 
@@ -332,6 +345,6 @@ def _check_batch(name: str, memory: Tensor, tokens: Tensor) -> None:
     """Raise ValueError where the memory belongs to other samples than the tokens."""
     if memory.ndim != 3 or (1 not in (memory.shape[0], tokens.shape[0]) and memory.shape[0] != tokens.shape[0]):
         raise ValueError(
-            f"{name} has shape {tuple(memory.shape)} and tokens {tuple(tokens.shape)}; both are (batch, tokens, "
-            "channels), with the same batch or one of them 1"
+            f"{name} has shape {tuple(memory.shape)} beside {tuple(tokens.shape)}; tokens and every part of the memory "
+            "are (batch, tokens, channels), of the same batch or of 1"
         )

@@ -21,15 +21,16 @@ from vision_rope.memory.selection import (
     select_pointers,
 )
 
-Stamp = tuple[tuple[object, ...], ...]
+Stamp = tuple[object, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedKeys:
-    """Rotated keys of a stored frame in each layer, and the stamp of the tensors they were made of."""
+    """Rotated keys of a stored frame in each layer, the stamp of its memory, and the weights they were made with."""
 
     layers: tuple[Tensor, ...]
     stamp: Stamp
+    weights: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +51,13 @@ class StoredFrame:
     """
 
     number: int
-    features: Tensor
+    features: Tensor = field(repr=False)
     grid: Grid
     prompted: bool = False
     distractor: bool = False
-    object_score: Tensor | None = None
-    mask_quality: Tensor | None = None
-    keys: PreparedKeys | None = None
+    object_score: Tensor | None = field(default=None, repr=False)
+    mask_quality: Tensor | None = field(default=None, repr=False)
+    keys: PreparedKeys | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ class StoredPointer:
     """
 
     number: int
-    pointer: Tensor
+    pointer: Tensor = field(repr=False)
     prompted: bool = False
 
 

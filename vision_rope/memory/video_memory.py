@@ -186,9 +186,11 @@ class VideoMemory(nn.Module):
                 f"the policy's num_recent is {bank.policy.num_recent}; {num_ages} ages, one of them of prompted "
                 f"frames, are enough for {num_ages - 1}"
             )
+        selected = bank.select_frames(number, num_ages=num_ages)
+        frames = self._without_stale_keys([frame for frame, _ in selected])
         entries = [
             replace(self._entry(frame), age=self.maskmem_tpos_enc[row].flatten())
-            for frame, row in bank.select_frames(number, num_ages=num_ages)
+            for frame, (_, row) in zip(frames, selected, strict=True)
         ]
         pointers = bank.select_pointers(number, num_frames=num_frames)
         if pointers:
@@ -206,29 +208,50 @@ class VideoMemory(nn.Module):
         return MemoryEntry(tokens, None, position.repeat_interleave(dim // memory_dim, dim=0))
 
     def _entry(self, frame: StoredFrame) -> MemoryEntry:
-        """A stored frame without its age, and with its keys where they are still right."""
+        """A stored frame without its age, with its keys where it has some."""
         features = frame.features.to(self.maskmem_tpos_enc)
-        if frame.keys is not None and not torch.is_grad_enabled() and frame.keys.stamp == self._stamp(frame):
+        if frame.keys is not None:
             return MemoryEntry(features, frame.grid, keys=frame.keys.layers)
         position = sine_2d(*frame.grid, features.shape[-1], device=features.device).to(features)
         return MemoryEntry(features, frame.grid, position)
 
     def _with_keys(self, frame: StoredFrame) -> StoredFrame:
+        frame = replace(frame, keys=None)
         if torch.is_grad_enabled():
-            return replace(frame, keys=None)
-        layers = self.memory_attention.prepare_keys(self._entry(replace(frame, keys=None)))
-        return replace(frame, keys=PreparedKeys(layers, self._stamp(frame)))
+            return frame
+        layers = self.memory_attention.prepare_keys(self._entry(frame))
+        return replace(frame, keys=PreparedKeys(layers, _stamp(frame), self._key_weights()))
 
-    def _stamp(self, frame: StoredFrame) -> Stamp:
-        """Changes whenever the frame's memory or the weights of its keys do, by a step, a load, a cast or a move."""
+    def _without_stale_keys(self, frames: list[StoredFrame]) -> list[StoredFrame]:
+        """Frames whose keys are dropped where gradients are on, or their memory or the weights of keys have changed."""
+        if torch.is_grad_enabled() or all(frame.keys is None for frame in frames):
+            return [replace(frame, keys=None) for frame in frames]
+        weights, known = self._key_weights(), {}
+        right = []
+        for frame in frames:
+            keys = frame.keys
+            if keys is not None and id(keys.weights) not in known:
+                known[id(keys.weights)] = _are_equal(keys.weights, weights)
+            fresh = keys is not None and known[id(keys.weights)] and keys.stamp == _stamp(frame)
+            right.append(frame if fresh else replace(frame, keys=None))
+        return right
+
+    def _key_weights(self) -> Tensor:
+        """A copy of all weights that keys are made with: not every step of an optimizer counts its changes."""
         projections = [layer.cross_attn_image.k_proj for layer in self.memory_attention.layers]
-        weights = [parameter for projection in projections for parameter in projection.parameters()]
-        return (frame.grid, *(_stamp_of(x) for x in (frame.features, *weights)))
+        weights = [parameter.detach().flatten() for projection in projections for parameter in projection.parameters()]
+        return torch.cat(weights)
 
 
-def _stamp_of(x: Tensor) -> tuple[object, ...]:
+def _stamp(frame: StoredFrame) -> Stamp:
+    """Changes with the frame's memory, in place too."""
+    x = frame.features
     # Tensors of inference mode do not count their changes; memory that was made there is not changed afterwards.
-    return x.data_ptr(), tuple(x.shape), x.dtype, 0 if x.is_inference() else x._version
+    return frame.grid, x.data_ptr(), tuple(x.shape), x.dtype, 0 if x.is_inference() else x._version
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
 
 
 def _embedding(*shape: int) -> nn.Parameter:
