@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vision_rope.benchmark.timing import Case
-from vision_rope.memory.attention import MemoryAttention, MemoryEntry
+from vision_rope.memory.attention import MemoryAttention, MemoryEntry, axis_rotations
 from vision_rope.memory.folded import QUERIES, SCORES, MemoryPart, aged_blocks
 
 OURS = "vision_rope"
@@ -142,17 +142,17 @@ def _frame_case(side: int, frames: int, objects: int, device: torch.device) -> C
 @torch.no_grad()
 def _preparation_case(side: int, frames: int, objects: int, device: torch.device) -> Case:
     problem = Problem(side, frames, objects, device)
-    attention, grid = problem.attention, (side, side)
+    attention = problem.attention
     entries = problem.entries(attention, prepared=True)
     layers = [layer.cross_attn_image for layer in attention.layers]
-    rotation = attention.rope.grid_rotations(*grid, device=device)[0]
+    axes = axis_rotations(attention.rope.grid_rotations(side, side, device=device)[0], side)
     size = max(1, SCORES // min(QUERIES, side * side))
 
     @torch.no_grad()
     def ours() -> Any:
         """Ages, which change with every frame and go to the keys block by block; values are not needed."""
         for index, layer in enumerate(layers):
-            ages = layer.make_ages(torch.stack(problem.ages), rotation, grid)
+            ages = layer.make_ages(torch.stack(problem.ages), *axes)
             pointers = layer.make_keys(problem.pointers + problem.pointer_pos, None)
             for sample in range(objects):
                 parts = [

@@ -88,30 +88,35 @@ class RopeAttention(nn.Module):
         keys = self.k_proj(x)
         if rotation is None:
             return keys
-        # Heads, then frames stand before the tokens of a frame, which all turn alike.
-        frames = keys.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
-        frames = frames.unflatten(-2, (-1, rotation.cos.shape[-2]))
-        turned = rotate(frames, rotation, overwrite=is_unobserved(self.k_proj))
-        return turned.flatten(-3, -2).transpose(-3, -2).flatten(-2)
+        own = is_unobserved(self.k_proj)
+        frames = keys.unflatten(-2, (-1, rotation.cos.shape[-2]))  # all of them turn alike
+        if self.num_heads == 1:
+            return rotate(frames, rotation, overwrite=own).flatten(-3, -2)
+        heads = frames.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
+        return rotate(heads, rotation, overwrite=own).transpose(-3, -2).flatten(-2).flatten(-3, -2)
 
-    def make_ages(self, ages: Tensor, rotation: Rotation, grid: Grid) -> tuple[Tensor, Tensor]:
+    def make_ages(self, ages: Tensor, rows: Rotation, columns: Rotation) -> tuple[Tensor, Tensor]:
         """What each age adds to the keys of a frame's rows, and of its columns.
 
         Projections and rotations are linear: an age t adds R(y, x) w with w = W t to the key at row y, column x. Each
         pair turns with one axis, so that R(y, x) w = (R(y, 0) w - w) + R(0, x) w.
 
+        Args:
+            rows, columns: rotations of a grid's first column and of its first row, see `axis_rotations`.
+
         Shapes: ages (count, kv_dim) -> (count, rows, internal_dim), (count, columns, internal_dim)
         """
-        # Not by its weight, since an adapter may stand in the projection's place.
-        terms = self.k_proj(ages) - self.k_proj(torch.zeros_like(ages[:1]))
+        if type(self.k_proj) is nn.Linear:
+            terms = ages @ self.k_proj.weight.T
+        else:  # an adapter may stand in the projection's place
+            terms = self.k_proj(ages) - self.k_proj(torch.zeros_like(ages[:1]))
         terms = terms.unflatten(-1, (self.num_heads, 1, -1))
 
-        def turn(tokens: slice) -> Tensor:
-            own = Rotation(rotation.cos[:, tokens], rotation.sin[:, tokens], rotation.pairing)
-            return rotate(terms.expand(-1, -1, own.cos.shape[-2], -1).contiguous(), own)
+        def turn(rotation: Rotation) -> Tensor:
+            return rotate(terms.expand(-1, -1, rotation.cos.shape[-2], -1).contiguous(), rotation, overwrite=True)
 
-        rows, columns = turn(slice(0, None, grid[1])) - terms, turn(slice(0, grid[1]))
-        return rows.transpose(1, 2).flatten(2), columns.transpose(1, 2).flatten(2)
+        by_row, by_column = turn(rows) - terms, turn(columns)
+        return by_row.transpose(1, 2).flatten(2), by_column.transpose(1, 2).flatten(2)
 
     def read(self, x: Tensor, rotation: Rotation, parts: Sequence[MemoryPart]) -> Tensor:
         """Attend to parts of a memory whose keys are made already.
@@ -123,8 +128,8 @@ class RopeAttention(nn.Module):
             q = q.squeeze(1) * q.shape[-1] ** -0.5
             return self.out_proj(self.v_proj(average_memory(q, parts)))
         batch = max(x.shape[0], *(part.keys.shape[0] for part in parts), *(part.memory.shape[0] for part in parts))
-        k = torch.cat([part.aged_keys().expand(batch, -1, -1) for part in parts], dim=1)
-        v = self.v_proj(torch.cat([part.memory.expand(batch, -1, -1) for part in parts], dim=1))
+        k = _join([part.aged_keys().expand(batch, -1, -1) for part in parts])
+        v = self.v_proj(_join([part.memory.expand(batch, -1, -1) for part in parts]))
         dropout = self.dropout if self.training else 0.0
         q = q.expand(batch, -1, -1, -1)
         out = attend(q, self._split_heads(k), self._split_heads(v), dropout=dropout)
@@ -269,10 +274,11 @@ class MemoryAttention(nn.Module):
             _check_batch("an entry", entry.features, tokens)
             _check_batch("an entry", entry.features, largest)
         rotations = {e.grid: self._rotation(e.grid, tokens.device) for e in entries if e.grid is not None}
+        axes = {grid: axis_rotations(rotation, grid[1]) for grid, rotation in rotations.items()}
         for index, layer in enumerate(self.layers):
             cross = layer.cross_attn_image
             parts = []
-            for entry, age in zip(entries, self._ages(cross, entries, rotations), strict=True):
+            for entry, age in zip(entries, self._ages(cross, entries, axes), strict=True):
                 if entry.keys is not None:
                     keys = self._cast(entry.keys[index])
                 else:
@@ -313,21 +319,37 @@ class MemoryAttention(nn.Module):
         return self._cast(entry.features if entry.position is None else entry.features + entry.position)
 
     def _ages(
-        self, attention: RopeAttention, entries: Sequence[MemoryEntry], rotations: Mapping[Grid, Rotation]
+        self,
+        attention: RopeAttention,
+        entries: Sequence[MemoryEntry],
+        axes: Mapping[Grid, tuple[Rotation, Rotation]],
     ) -> list[tuple[Tensor, Tensor] | None]:
         """What the age of each entry adds to its keys; those of one grid are made together."""
         found: list[tuple[Tensor, Tensor] | None] = [None] * len(entries)
-        for grid, rotation in rotations.items():
+        for grid, (rows, columns) in axes.items():
             places = [place for place, entry in enumerate(entries) if entry.grid == grid and entry.age is not None]
             if places:
                 ages = self._cast(torch.stack([entries[place].age for place in places]))  # type: ignore[misc]
-                for place, *age in zip(places, *attention.make_ages(ages, rotation, grid), strict=True):
+                for place, *age in zip(places, *attention.make_ages(ages, rows, columns), strict=True):
                     found[place] = (age[0], age[1])
         return found
 
     def _cast(self, x: Tensor) -> Tensor:
         # Memory may be stored in half precision beside weights of single precision.
         return x.to(self.norm.weight.dtype)
+
+
+def axis_rotations(rotation: Rotation, num_columns: int) -> tuple[Rotation, Rotation]:
+    """The rotations of the first column and of the first row of a grid."""
+    first_column, first_row = slice(0, None, num_columns), slice(0, num_columns)
+    return tuple(  # type: ignore[return-value]
+        Rotation(rotation.cos[:, tokens], rotation.sin[:, tokens], rotation.pairing)
+        for tokens in (first_column, first_row)
+    )
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=1)
 
 
 def _check_entry(entry: MemoryEntry) -> None:

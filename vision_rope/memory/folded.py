@@ -96,8 +96,9 @@ def _add_age(keys: Tensor, age: tuple[Tensor, Tensor] | None, first_row: int, ou
         out.copy_(keys)
         return
     rows, columns = age
-    grid = out.view(-1, *columns.shape)
-    torch.add(keys.view_as(grid), columns, out=grid).add_(rows[first_row : first_row + len(grid)].unsqueeze(1))
+    shape = (-1, *columns.shape)
+    grid = torch.add(keys.view(shape), columns, out=out.view(shape))
+    grid.add_(rows.narrow(0, first_row, len(grid)).unsqueeze(1))
 
 
 def _average_block(q: Tensor, parts: Sequence[MemoryPart], out: Tensor) -> None:
