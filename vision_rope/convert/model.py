@@ -338,10 +338,14 @@ class PositionedModel(nn.Module):
         return block(x, attn_mask=attn_mask, is_causal=is_causal, rope=position)
 
     def _check_image_size(self, images: Tensor) -> None:
-        # timm cuts off what is left of the very size that a model is built for (siglip: 384 px, patches of 14).
-        if self.patch_embed.dynamic_img_pad or tuple(images.shape[-2:]) == self._built_for():
+        if self.patch_embed.dynamic_img_pad:
             return
-        check_divisible("images have", images.shape[-2:], self.patch_embed.feat_ratio(as_scalar=False))
+        size, patch = images.shape[-2:], self.patch_embed.feat_ratio(as_scalar=False)
+        # Divisible sizes first: exported graphs must not ask for the size that a model is built for. Of that one timm
+        # cuts off what is left (siglip: 384 px, patches of 14).
+        if all(length % unit == 0 for length, unit in zip(size, patch, strict=True)) or size == self._built_for():
+            return
+        check_divisible("images have", size, patch)
 
     def _built_for(self) -> tuple[int, int] | None:
         """The size in pixels that the patch embedding was built for, where it was built for one."""
