@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vision_rope.benchmark import choose, peers, rotate, timing, vit
+from vision_rope.benchmark import choose, memory, peers, rotate, timing, vit
 from vision_rope.benchmark.report import format_benchmark, plot_benchmark, summarize
 from vision_rope.cli import main
 
@@ -179,9 +179,23 @@ def test_vit_cases_run(section):
         assert case.floor in case.runs
 
 
+@pytest.mark.parametrize("section", memory.SECTIONS)
+def test_memory_cases_run(section):
+    (build,) = memory.memory_cases([section], [2], [2], [2], CPU)
+    case = build()
+    outputs = {name: run() for name, run in case.runs.items()}
+    assert case.ours in outputs
+    if section == "frame":
+        assert len(outputs) > 1
+        assert all(error < 1e-4 for error in case.errors.values())
+        for output in outputs.values():
+            torch.testing.assert_close(output, outputs[case.ours], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["memory", "--grids", "0"], "grids has '0'; give positive whole numbers"),
         (["rotate", "--shapes", "S9"], "shapes has 'S9'; choose from S1, S2, S3, S4"),
         (["rotate", "--sections", "foward"], "did you mean 'forward'"),
         (["rotate", "--dtypes", "fp16"], "dtypes has 'fp16'"),
@@ -452,10 +466,10 @@ def environments_of(group):
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "benchmark"
 
 
-@pytest.mark.parametrize("name", ["rotate", "vit"])
+@pytest.mark.parametrize("name", ["rotate", "vit", "memory", "models/vit"])
 def test_reports_follow_from_their_json(name, tmp_path):
     content = json.loads((RESULTS / f"{name}.json").read_text())
-    titles = {"rotate": rotate.SECTIONS, "vit": vit.SECTIONS}[name]
+    titles = {"rotate": rotate.SECTIONS, "vit": vit.SECTIONS, "memory": memory.SECTIONS}[Path(name).name]
     report = format_benchmark(content["rows"], content["machine"], titles, content["command"])
     assert report == (RESULTS / f"{name}.md").read_text()
     plot_benchmark(content["rows"], titles, tmp_path / "plot.png")
@@ -484,3 +498,12 @@ def test_readme_shows_what_a_block_pays():
         for name in ("vision_rope", "timm"):
             for size in (224, 448):
                 assert f"{100 * (added[section, f'{name}, {size} px'] - 1):.1f}" in readme
+
+
+def test_readme_shows_the_memory_and_whole_models():
+    readme = (RESULTS.parent.parent.parent / "README.md").read_text()
+    assert summarize(json.loads((RESULTS / "memory.json").read_text())["rows"], "frame") in readme
+    rows = json.loads((RESULTS / "models" / "vit.json").read_text())["rows"]
+    steps = {row["name"]: row["over_floor"]["median"] for row in rows if row["section"] == "training"}
+    for name in ("vision_rope", "vision_rope mixed", "timm", "timm mixed"):
+        assert f"{steps[name]:.2f}" in readme
