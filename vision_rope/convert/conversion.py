@@ -57,7 +57,7 @@ def convert_model(
         has_absolute: whether it has an absolute embedding.
         known: the blocks and attention layers of its family.
     """
-    # Everything that can be refused is refused before the model is touched.
+    # Everything that can be refused is refused before the model computes anything else than before.
     layers = check_layers(model, known)
     for layer in layers:
         complete(layer)

@@ -113,7 +113,7 @@ class RopeAttention(nn.Module):
         terms = terms.unflatten(-1, (self.num_heads, 1, -1))
 
         def turn(rotation: Rotation) -> Tensor:
-            return rotate(terms.expand(-1, -1, rotation.cos.shape[-2], -1).contiguous(), rotation, overwrite=True)
+            return rotate(terms.repeat(1, 1, rotation.cos.shape[-2], 1), rotation, overwrite=True)
 
         by_row, by_column = turn(rows) - terms, turn(columns)
         return by_row.transpose(1, 2).flatten(2), by_column.transpose(1, 2).flatten(2)
@@ -341,11 +341,11 @@ class MemoryAttention(nn.Module):
 
 def axis_rotations(rotation: Rotation, num_columns: int) -> tuple[Rotation, Rotation]:
     """The rotations of the first column and of the first row of a grid."""
-    first_column, first_row = slice(0, None, num_columns), slice(0, num_columns)
-    return tuple(  # type: ignore[return-value]
-        Rotation(rotation.cos[:, tokens], rotation.sin[:, tokens], rotation.pairing)
-        for tokens in (first_column, first_row)
-    )
+
+    def take(tokens: slice) -> Rotation:
+        return Rotation(rotation.cos[:, tokens], rotation.sin[:, tokens], rotation.pairing)
+
+    return take(slice(0, None, num_columns)), take(slice(0, num_columns))
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
