@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from timm.layers import RotaryEmbeddingCat
+from timm.layers import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -227,3 +227,13 @@ def test_the_size_a_model_is_built_for_need_not_divide() -> None:
     assert torch.equal(ours(x), theirs(x))
     with pytest.raises(ValueError, match=r"height 61.*resize them to 56 or 70"):
         ours(torch.randn(2, 3, 61, 60))
+
+
+def test_periods_between_two_limits() -> None:
+    """DINOv3's other way to give frequencies, which timm's models do not use."""
+    theirs = RotaryEmbeddingDinoV3(32, temperature=None, min_period=0.5, max_period=90.0)
+    rope = translate(theirs, depth=1)
+    (rotation,) = rope.grid_rotations(3, 5)
+    sin, cos = theirs.get_embed([3, 5]).chunk(2, dim=-1)
+    assert_close(rotation.cos[0], cos[:, :16], atol=1e-5, rtol=0)
+    assert_close(rotation.sin[0], sin[:, :16], atol=1e-5, rtol=0)

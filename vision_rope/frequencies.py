@@ -86,6 +86,19 @@ def axial_ladders(
     )
 
 
+def ladders_between(
+    head_dim: int, min_period: float, max_period: float, *, columns_first: bool
+) -> tuple[Ladder, Ladder]:
+    """Ladders of (h, w) whose periods run from the shortest to the longest, as DINOv3 can be given them."""
+    return axial_ladders(
+        head_dim,
+        max_period / min_period,
+        columns_first=columns_first,
+        scale=2 * math.pi / min_period,
+        rungs=head_dim // 4 - 1,
+    )
+
+
 def shared_ladder(base: float, axis_of_pair: Sequence[int], axes: int) -> tuple[Ladder, ...]:
     """One ladder over all pairs of a head, pair p on rung p, each pair given to one axis (M-RoPE).
 

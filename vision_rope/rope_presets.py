@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vision_rope.frequencies import Ladder, axial_ladders, check_head_dim, mixed_frequencies
+from vision_rope.frequencies import Ladder, axial_ladders, check_head_dim, ladders_between, mixed_frequencies
 from vision_rope.positions import Coordinates, Normalize
 from vision_rope.rope import Rope
 from vision_rope.rope_presets_video import build_qwen2_vl, build_qwen3_vl, build_v_jepa2, build_videorope
@@ -174,13 +174,7 @@ def _dinov3(
             "positive, the first the smaller one, and head_dim at least 8"
         )
     else:
-        ladders = axial_ladders(
-            head_dim,
-            max_period / min_period,
-            columns_first=False,
-            scale=2 * math.pi / min_period,
-            rungs=head_dim // 4 - 1,
-        )
+        ladders = ladders_between(head_dim, min_period, max_period, columns_first=False)
     coordinates = Coordinates(normalize=normalize, shift=shift, jitter=jitter, rescale=rescale)
     return Rope(
         head_dim=head_dim,

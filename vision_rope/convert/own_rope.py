@@ -11,7 +11,7 @@ import torch
 from timm.layers import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed, RotaryEmbeddingMRope
 from torch import Tensor, nn
 
-from vision_rope.frequencies import axial_ladders, mixed_frequencies, shared_ladder
+from vision_rope.frequencies import axial_ladders, ladders_between, mixed_frequencies, shared_ladder
 from vision_rope.positions import Coordinates
 from vision_rope.rope import Rope
 
@@ -101,13 +101,7 @@ def _dinov3(module: Any, depth: int) -> Rope:
         )
     columns_first = module.grid_indexing == "xy"
     if module.min_period is not None and module.max_period is not None:
-        ladders = axial_ladders(
-            module.dim,
-            module.max_period / module.min_period,
-            columns_first=columns_first,
-            scale=2 * math.pi / module.min_period,
-            rungs=module.dim // 4 - 1,
-        )
+        ladders = ladders_between(module.dim, module.min_period, module.max_period, columns_first=columns_first)
     else:
         ladders = axial_ladders(module.dim, module.temperature, columns_first=columns_first, scale=2 * math.pi)
     coordinates = Coordinates(normalize=module.normalize_coords, **_augmentation(module))
