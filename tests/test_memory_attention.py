@@ -94,16 +94,11 @@ def test_golden_attention(golden, name, grid, num_heads, grad):
     attention.load_state_dict(weights)
     rotation = vr.preset("sam2", head_dim=internal_dim // num_heads).grid_rotations(*grid)[0]
     pointers = int(vectors.get("in.num_k_exclude_rope", 0))
-    sizes = [vectors["in.k"].shape[1] - pointers, pointers]
+    turned = vectors["in.k"].shape[1] - pointers
     with torch.set_grad_enabled(grad):
-        parts = [
-            MemoryPart(attention.make_keys(k, turned), v)
-            for k, v, turned in zip(
-                *(vectors[x].split(sizes, 1) for x in ("in.k", "in.v")), (rotation, None), strict=True
-            )
-            if k.shape[1]
-        ]
-        out = attention.read(vectors["in.q"], rotation, parts)
+        out = attention.read(
+            vectors["in.q"], rotation, [MemoryPart(vectors["in.v"], vectors["in.k"], rotation, turned)]
+        )
     assert_close(out, vectors["out.sam2"], atol=2e-5, rtol=0)
 
 
@@ -355,48 +350,80 @@ def test_several_objects_equal_each_alone(is_folded):
 # --- the average ------------------------------------------------------------------------------------------------------
 
 
-def average_explicitly(q: Tensor, parts: list[MemoryPart]) -> Tensor:
-    batch = max(len(x) for x in (q, *(part.keys for part in parts), *(part.memory for part in parts)))
-    keys = torch.cat([part.aged_keys().expand(batch, -1, -1) for part in parts], dim=1).double()
+def average_explicitly(q: Tensor, attention: RopeAttention, parts: list[MemoryPart], scale: float) -> Tensor:
+    """Keys of each frame are made and turned by themselves, then one softmax over all."""
+    batch = max(len(x) for x in (q, *(x for part in parts for x in part.tensors())))
+    keys = []
+    for part in parts:
+        if part.keys is not None:
+            keys.append(part.keys)
+            continue
+        frame = part.placed.shape[1] if part.rotation is None else part.rotation.cos.shape[-2]
+        for start in range(0, part.turned, frame):
+            made = attention.k_proj(part.placed[:, start : start + frame])
+            keys.append(vr.rotate(made.unsqueeze(1), part.rotation).squeeze(1))
+        keys.append(attention.k_proj(part.placed[:, part.turned :]))
+    # Parts of a batch of 1 are the same for all samples.
+    keys = torch.cat([k.expand(batch, -1, -1) for k in keys], dim=1).double()
     memory = torch.cat([part.memory.expand(batch, -1, -1) for part in parts], dim=1).double()
-    return (q.double() @ keys.mT).softmax(-1) @ memory
+    return (scale * q.double() @ keys.mT).softmax(-1) @ memory
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 129])
+def draw_part(
+    attention: RopeAttention, frames: int, grid: Grid, pointers: int, *, batch: int = 2, prepared: bool = False
+) -> MemoryPart:
+    rotation = vr.preset("sam2", head_dim=16).grid_rotations(*grid)[0]
+    turned = frames * grid[0] * grid[1]
+    memory, placed = torch.randn(2, turned + pointers, 4), torch.randn(batch, turned + pointers, 4)
+    part = MemoryPart(memory, placed, rotation if turned else None, turned)
+    return replace(part, keys=attention.make_keys(placed, part.rotation, turned)) if prepared else part
+
+
 @pytest.mark.parametrize("queries", [7, 8, 9])
 @pytest.mark.parametrize("scale", [0.1, 30.0])
-def test_average_at_the_borders_of_blocks(monkeypatch, length, queries, scale):
-    """64 keys a block, 8 queries; scores up to 1,000 would overflow if nothing were taken off."""
+@pytest.mark.parametrize("size", [1, 5, 6, 11, 12, 13, 24, 30, 31, 32, 100])
+@torch.no_grad()
+def test_average_at_the_borders_of_blocks(monkeypatch, size, queries, scale):
+    """Frames of 6 and of 15 tokens, smaller and larger than a block; scores up to 1,000 would overflow exp."""
     monkeypatch.setattr(folded, "QUERIES", 8)
-    monkeypatch.setattr(folded, "SCORES", 8 * 64)
-    q = scale * torch.randn(2, queries, 16)
-    ages = [(torch.randn(rows, 16), torch.randn(columns, 16)) for rows, columns in ((3, 50), (80, 1), (1, 70))]
+    monkeypatch.setattr(folded, "SCORES", 8 * size)
+    attention = RopeAttention(16, kv_dim=4)
     parts = [
-        MemoryPart(torch.randn(2, length, 16), torch.randn(2, length, 4)),
-        *(MemoryPart(torch.randn(1, len(r) * len(c), 16), torch.randn(2, len(r) * len(c), 4), (r, c)) for r, c in ages),
-        MemoryPart(torch.randn(2, length, 16), torch.randn(1, length, 4)),
+        draw_part(attention, 4, (2, 3), 6),
+        draw_part(attention, 2, (5, 3), 1, batch=1),
+        draw_part(attention, 1, (3, 2), 3, prepared=True),
+        draw_part(attention, 0, (2, 3), 5),
     ]
-    assert_close(
-        average_memory(q, parts).double(), average_explicitly(q, parts), atol=1e-4 if scale > 1 else 1e-6, rtol=0
-    )
+    q = torch.randn(2, queries, 16)
+    found = average_memory(q, parts, attention.make_keys, scale).double()
+    expected = average_explicitly(q, attention, parts, scale)
+    assert_close(found, expected, atol=1e-4 if scale > 1 else 1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
-    "order", [(0.01, 300.0), (300.0, 0.01), (0.01, -300.0, 0.01), (-300.0, -310.0), (-300.0, 300.0)]
+    "order", [(0.01, 300.0), (300.0, 0.01), (0.01, -300.0, 0.01), (-300.0, -310.0), (-300.0, 300.0), (-60.0, -50.0)]
 )
+@torch.no_grad()
 def test_average_of_harmless_and_large_scores(monkeypatch, order):
-    """A part that needs no maximum before and after one whose scores leave the range of float32."""
+    """Scores whose exp leaves float32, or falls to its end, before and after others."""
     monkeypatch.setattr(folded, "SCORES", 5 * 8)
+    attention = RopeAttention(16, kv_dim=4)
     q = torch.ones(1, 5, 16) / 16 + 0.01 * torch.randn(1, 5, 16)
-    parts = [MemoryPart(s + 0.1 * torch.randn(1, 20, 16), torch.randn(1, 20, 4)) for s in order]
-    assert_close(average_memory(q, parts).double(), average_explicitly(q, parts), atol=1e-4, rtol=0)
+    memory = [torch.randn(1, 20, 4) for _ in order]
+    parts = [
+        MemoryPart(m, m, keys=score + 0.1 * torch.randn(1, 20, 16)) for score, m in zip(order, memory, strict=True)
+    ]
+    found = average_memory(q, parts, attention.make_keys, 1.0).double()
+    assert_close(found, average_explicitly(q, attention, parts, 1.0), atol=1e-4, rtol=0)
 
 
+@torch.no_grad()
 def test_average_of_a_frame_of_sam2():
     """Real block sizes: a little more keys than one block of 4,096 queries takes."""
-    q = torch.randn(1, 4097, 8)
-    parts = [MemoryPart(torch.randn(1, 513, 8), torch.randn(1, 513, 2)) for _ in range(2)]
-    assert_close(average_memory(q, parts).double(), average_explicitly(q, parts), atol=1e-5, rtol=0)
+    attention = RopeAttention(16, kv_dim=4)
+    q, part = torch.randn(1, 4097, 16), draw_part(attention, 2, (27, 20), 4, batch=1)
+    found = average_memory(q, [part], attention.make_keys, 0.25).double()
+    assert_close(found[0], average_explicitly(q, attention, [part], 0.25)[0], atol=1e-5, rtol=0)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -410,7 +437,7 @@ def test_attention_weights_drop_in_training_alone(grad):
     rotation = attention.rope.grid_rotations(2, 3)[0]
     x, memory = torch.randn(1, 6, DIM), torch.randn(1, 6, MEMORY_DIM)
     with torch.set_grad_enabled(grad):
-        part = MemoryPart(cross.make_keys(memory, rotation), memory)
+        part = MemoryPart(memory, memory, rotation, 6)
         expected = cross.read(x, rotation, [part])
         assert torch.equal(cross.read(x, rotation, [part]), expected)
         cross.train()
@@ -677,7 +704,7 @@ def test_a_hook_on_a_projection_keeps_what_it_saw():
     for layer in (attention.q_proj, attention.k_proj):
         layer.register_forward_hook(lambda module, inputs, output: seen.append((output, output.clone())))
     memory = torch.randn(1, 15, 8)
-    attention.read(torch.randn(1, 15, 32), rotation, [MemoryPart(attention.make_keys(memory, rotation), memory)])
+    attention.read(torch.randn(1, 15, 32), rotation, [MemoryPart(memory, memory, rotation, 15)])
     assert len(seen) == 2
     assert all(torch.equal(output, before) for output, before in seen)
 

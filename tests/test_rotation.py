@@ -369,6 +369,7 @@ def test_overwrite_declines_memory_that_is_shared_or_frozen(pairing, dtype):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
 def test_many_gradients_at_once_and_second_ones_forward(pairing):
     """Batched gradients (vectorised Jacobians) and Hessian-vector products as forward over reverse."""
     rotation, _ = make_rotation(pairing=pairing)

@@ -219,7 +219,7 @@ def test_num_bytes_counts_everything():
         score = torch.ones(2, 1)
         features, logits = torch.randn(2, DIM, 2, 3), torch.randn(2, 1, 32, 48)
         bank = memory.store_frame(vr.MemoryBank(), 0, features, logits, object_score=score, dtype=torch.bfloat16)
-        bank = memory.store_pointer(bank, 0, torch.randn(2, DIM), score)
+        bank = memory.prepare_keys(memory.store_pointer(bank, 0, torch.randn(2, DIM), score))
     keys = 2 * (2 * 6 * DIM) * 4
     assert bank.num_bytes() == 2 * 6 * MEMORY_DIM * 2 + keys + 2 * 4 + 2 * DIM * 4
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in bank.tensors()}
@@ -231,7 +231,7 @@ def test_num_bytes_counts_everything():
 
 def store(memory, bank, number=0, **options):
     features, logits = torch.randn(1, DIM, 2, 3), torch.randn(1, 1, 32, 48)
-    return memory.store_frame(bank, number, features, logits, prompted=True, **options)
+    return memory.store_frame(bank, number, features, logits, prompted=True, **{"prepare": True, **options})
 
 
 def test_no_keys_while_gradients_are_on():
@@ -301,7 +301,7 @@ def test_a_correction_replaces_the_frame():
     with torch.no_grad():
         for number in range(4):
             features, logits = torch.randn(1, DIM, 2, 3), torch.randn(1, 1, 32, 48)
-            bank = memory.store_frame(bank, number, features, logits, prompted=number == 0)
+            bank = memory.store_frame(bank, number, features, logits, prompted=number == 0, prepare=True)
     assert all(frame.keys is not None for frame in bank.frames)
     corrected = bank.add_frame(make_frame(2, prompted=True))
     assert [frame.number for frame in corrected.frames] == [0, 1, 2, 3]
@@ -381,7 +381,7 @@ def test_keys_of_other_weights_are_not_read(how):
     with torch.inference_mode() if how == "inference" else torch.no_grad():
         if how == "inference":
             memory = copy.deepcopy(memory)
-        bank = memory.store_frame(MemoryBank(), 0, frame, masks, prompted=True)
+        bank = memory.store_frame(MemoryBank(), 0, frame, masks, prompted=True, prepare=True)
         assert memory.read_entries(bank, 1)[0].keys is not None
         if how == "inference":
             for parameter in memory.parameters():

@@ -49,6 +49,12 @@ class Rotation:
             self._phase = torch.complex(self.cos.to(wide_dtype(self.cos)), self.sin.to(wide_dtype(self.sin)))
         self._of = (self.cos, self.sin, self.pairing)
 
+    def take(self, tokens: slice) -> Rotation:
+        """The rotation of some of the tokens, without a copy."""
+        cos, sin, phase = self._tables()
+        phase = None if phase is None else phase[..., tokens, :]
+        return Rotation(cos[..., tokens, :], sin[..., tokens, :], self.pairing, self.attention_scale, phase)
+
     def _tables(self) -> Tables:
         # Somebody may have given this rotation other tables since.
         cos, sin, pairing = self._of

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from vision_rope.benchmark.timing import Case
-from vision_rope.memory.attention import MemoryAttention, MemoryEntry, axis_rotations
-from vision_rope.memory.folded import QUERIES, SCORES, MemoryPart, aged_blocks
+from vision_rope.memory.attention import MemoryAttention, MemoryEntry
+from vision_rope.memory.folded import QUERIES, SCORES, MemoryPart, key_blocks
 
 OURS = "vision_rope"
 PEER = "ultralytics"
@@ -98,10 +98,10 @@ class Problem:
 def _frame_case(side: int, frames: int, objects: int, device: torch.device) -> Case:
     problem = Problem(side, frames, objects, device)
     attention, grid = problem.attention, (side, side)
-    entries = problem.entries(attention, prepared=True)
+    entries, prepared = (problem.entries(attention, prepared=choice) for choice in (False, True))
 
     @torch.no_grad()
-    def ours() -> Tensor:
+    def ours(entries: list[MemoryEntry] = entries) -> Tensor:
         return attention.read(problem.tokens, entries, grid=grid, tokens_pos=problem.tokens_pos)
 
     tokens, tokens_pos = (x.expand(objects, -1, -1) for x in (problem.tokens, problem.tokens_pos))
@@ -117,7 +117,11 @@ def _frame_case(side: int, frames: int, objects: int, device: torch.device) -> C
             num_pointer_tokens=problem.pointers.shape[1],
         )
 
-    runs: dict[str, Callable[[], Any]] = {OURS: ours, f"{OURS}, SAM 2's call": in_one_call}
+    runs: dict[str, Callable[[], Any]] = {
+        OURS: ours,
+        f"{OURS}, keys prepared before": partial(ours, prepared),
+        f"{OURS}, SAM 2's call": in_one_call,
+    }
     peer = problem.peer()
     if peer is not None:
         # SAM 2's tokens stand before the batch.
@@ -143,23 +147,17 @@ def _frame_case(side: int, frames: int, objects: int, device: torch.device) -> C
 def _preparation_case(side: int, frames: int, objects: int, device: torch.device) -> Case:
     problem = Problem(side, frames, objects, device)
     attention = problem.attention
-    entries = problem.entries(attention, prepared=True)
-    layers = [layer.cross_attn_image for layer in attention.layers]
-    axes = axis_rotations(attention.rope.grid_rotations(side, side, device=device)[0], side)
+    rotation = attention.rope.grid_rotations(side, side, device=device)[0]
+    turned = frames * side * side
     size = max(1, SCORES // min(QUERIES, side * side))
 
     @torch.no_grad()
     def ours() -> Any:
-        """Ages, which change with every frame and go to the keys block by block; values are not needed."""
-        for index, layer in enumerate(layers):
-            ages = layer.make_ages(torch.stack(problem.ages), *axes)
-            pointers = layer.make_keys(problem.pointers + problem.pointer_pos, None)
+        """Keys, made block by block beside the scores; values are not needed."""
+        part = MemoryPart(problem.memory, problem.memory + problem.memory_pos, rotation, turned)
+        for layer in attention.layers:
             for sample in range(objects):
-                parts = [
-                    MemoryPart(entry.keys[index][sample], entry.features[sample], age)  # type: ignore[index]
-                    for entry, age in zip(entries[:-1], zip(*ages, strict=True), strict=True)
-                ]
-                for _ in aged_blocks([*parts, MemoryPart(pointers[sample], problem.pointers[sample])], size):
+                for _ in key_blocks([part.sample(sample)], layer.cross_attn_image.make_keys, size, DIM):
                     pass
 
     runs: dict[str, Callable[[], Any]] = {OURS: ours}

@@ -77,58 +77,78 @@ class RopeAttention(nn.Module):
 
         Shapes: x (batch, tokens, dim) -> the same.
         """
-        return self.read(x, rotation, [MemoryPart(self.make_keys(x, rotation), x)])
+        return self.read(x, rotation, [MemoryPart(x, x, rotation, x.shape[1])])
 
-    def make_keys(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+    def make_keys(
+        self, x: Tensor, rotation: Rotation | None, turned: int | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Keys of tokens, turned where a rotation is given.
 
-        Shapes: x (batch, tokens, kv_dim) -> (batch, tokens, internal_dim); of several grids one after another where
-            tokens are a multiple of the rotation's.
+        Args:
+            turned: how many tokens turn, frames of the rotation's tokens one after another; all when not given.
+            out: where to write them, if that is faster.
+
+        Shapes: x (..., tokens, kv_dim) -> (..., tokens, internal_dim)
         """
-        keys = self.k_proj(x)
+        own = is_unobserved(self.k_proj)
+        if out is not None and own and self.k_proj.bias is not None:
+            keys = torch.addmm(self.k_proj.bias, x, self.k_proj.weight.T, out=out)
+        else:
+            keys = self.k_proj(x)
         if rotation is None:
             return keys
-        own = is_unobserved(self.k_proj)
-        frames = keys.unflatten(-2, (-1, rotation.cos.shape[-2]))  # all of them turn alike
+        turned = keys.shape[-2] if turned is None else turned
+        frames = keys.narrow(-2, 0, turned).unflatten(-2, (-1, rotation.cos.shape[-2]))  # all of them turn alike
         if self.num_heads == 1:
-            return rotate(frames, rotation, overwrite=own).flatten(-3, -2)
-        heads = frames.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
-        return rotate(heads, rotation, overwrite=own).transpose(-3, -2).flatten(-2).flatten(-3, -2)
+            rotated = rotate(frames, rotation, overwrite=own)
+            if rotated is frames:  # in the place of the keys
+                return keys
+        else:
+            heads = frames.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
+            rotated = rotate(heads, rotation, overwrite=own).transpose(-3, -2).flatten(-2)
+        rotated = rotated.flatten(-3, -2)
+        return (
+            rotated
+            if turned == keys.shape[-2]
+            else torch.cat((rotated, keys.narrow(-2, turned, keys.shape[-2] - turned)), -2)
+        )
 
-    def make_ages(self, ages: Tensor, rows: Rotation, columns: Rotation) -> tuple[Tensor, Tensor]:
-        """What each age adds to the keys of a frame's rows, and of its columns.
+    def make_age(self, age: Tensor, rotation: Rotation, num_columns: int) -> Tensor:
+        """What an age adds to the keys of a frame.
 
         Projections and rotations are linear: an age t adds R(y, x) w with w = W t to the key at row y, column x. Each
         pair turns with one axis, so that R(y, x) w = (R(y, 0) w - w) + R(0, x) w.
 
-        Args:
-            rows, columns: rotations of a grid's first column and of its first row, see `axis_rotations`.
-
-        Shapes: ages (count, kv_dim) -> (count, rows, internal_dim), (count, columns, internal_dim)
+        Shapes: age (kv_dim) -> (rows * columns, internal_dim)
         """
         if type(self.k_proj) is nn.Linear:
-            terms = ages @ self.k_proj.weight.T
+            term = self.k_proj.weight @ age
         else:  # an adapter may stand in the projection's place
-            terms = self.k_proj(ages) - self.k_proj(torch.zeros_like(ages[:1]))
-        terms = terms.unflatten(-1, (self.num_heads, 1, -1))
+            term = self.k_proj(age) - self.k_proj(torch.zeros_like(age))
+        term = term.view(self.num_heads, 1, -1)
 
-        def turn(rotation: Rotation) -> Tensor:
-            return rotate(terms.repeat(1, 1, rotation.cos.shape[-2], 1), rotation, overwrite=True)
+        def turn(tokens: slice) -> Tensor:
+            part = rotation.take(tokens)
+            return rotate(term.repeat(1, part.cos.shape[-2], 1), part, overwrite=True)
 
-        by_row, by_column = turn(rows) - terms, turn(columns)
-        return by_row.transpose(1, 2).flatten(2), by_column.transpose(1, 2).flatten(2)
+        by_row, by_column = turn(slice(0, None, num_columns)) - term, turn(slice(0, num_columns))
+        return (by_row.unsqueeze(2) + by_column.unsqueeze(1)).permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
 
     def read(self, x: Tensor, rotation: Rotation, parts: Sequence[MemoryPart]) -> Tensor:
-        """Attend to parts of a memory whose keys are made already.
+        """Attend to parts of a memory.
 
         Shapes: x (batch or 1, tokens, dim) -> (batch, tokens, dim)
         """
         q = rotate(self._split_heads(self.q_proj(x)), rotation, overwrite=is_unobserved(self.q_proj))
         if self._can_fold(q, parts):
-            q = q.squeeze(1) * q.shape[-1] ** -0.5
-            return self.out_proj(self.v_proj(average_memory(q, parts)))
-        batch = max(x.shape[0], *(part.keys.shape[0] for part in parts), *(part.memory.shape[0] for part in parts))
-        k = _join([part.aged_keys().expand(batch, -1, -1) for part in parts])
+            scale = q.shape[-1] ** -0.5
+            return self.out_proj(self.v_proj(average_memory(q.squeeze(1), parts, self.make_keys, scale)))
+        batch = max(len(x) for x in (q, *(x for part in parts for x in part.tensors())))
+        keys = (
+            self.make_keys(part.placed, part.rotation, part.turned) if part.keys is None else part.keys
+            for part in parts
+        )
+        k = _join([x.expand(batch, -1, -1) for x in keys])
         v = self.v_proj(_join([part.memory.expand(batch, -1, -1) for part in parts]))
         dropout = self.dropout if self.training else 0.0
         q = q.expand(batch, -1, -1, -1)
@@ -143,8 +163,9 @@ class RopeAttention(nn.Module):
         narrow = type(self.v_proj) is nn.Linear and self.v_proj.in_features < self.v_proj.out_features
         if not narrow or self.num_heads > 1:
             return False
-        tensors = [q, *(x for part in parts for x in (part.keys, part.memory, *(part.age or ())))]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, self.v_proj.weight)):
+        tensors = [q, *(x for part in parts for x in part.tensors())]
+        weights = (*self.k_proj.parameters(), *self.v_proj.parameters())
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *weights)):
             return False
         wide = q.dtype in (torch.float32, torch.float64) and all(x.dtype == q.dtype for x in tensors)
         return q.device.type == "cpu" and wide and is_eager(q) and not (self.training and self.dropout > 0)
@@ -168,8 +189,9 @@ class MemoryAttentionLayer(nn.Module):
         """Shapes: as of `RopeAttention.read`."""
         x = x + self.dropout(self.self_attn(self.norm1(x), rotation))
         x = x + self.dropout(self.cross_attn_image.read(self.norm2(x), rotation, parts))
-        hidden = self.dropout(self.linear1(self.norm3(x)).relu())
-        return x + self.dropout(self.linear2(hidden))
+        hidden = self.linear1(self.norm3(x))
+        hidden = hidden.relu_() if is_unobserved(self.linear1) else hidden.relu()
+        return x + self.dropout(self.linear2(self.dropout(hidden)))
 
 
 class MemoryAttention(nn.Module):
@@ -238,16 +260,9 @@ class MemoryAttention(nn.Module):
                 "where stored frames have grids of their own"
             )
         placed = self._cast(memory if memory_pos is None else memory + memory_pos)
-        sizes = [tokens_of_frames, num_pointer_tokens]
-        parts = [
-            (m, p, r)
-            for m, p, r in zip(
-                self._cast(memory).split(sizes, 1), placed.split(sizes, 1), (rotation, None), strict=True
-            )
-            if m.shape[1]
-        ]
+        part = MemoryPart(self._cast(memory), placed, rotation if tokens_of_frames else None, tokens_of_frames)
         for layer in self.layers:
-            x = layer(x, rotation, [MemoryPart(layer.cross_attn_image.make_keys(p, r), m) for m, p, r in parts])
+            x = layer(x, rotation, [part])
         return self.norm(x)
 
     def read(
@@ -274,17 +289,10 @@ class MemoryAttention(nn.Module):
             _check_batch("an entry", entry.features, tokens)
             _check_batch("an entry", entry.features, largest)
         rotations = {e.grid: self._rotation(e.grid, tokens.device) for e in entries if e.grid is not None}
-        axes = {grid: axis_rotations(rotation, grid[1]) for grid, rotation in rotations.items()}
+        narrow = self._narrow_parts([entry for entry in entries if entry.keys is None], rotations)
+        prepared = [entry for entry in entries if entry.keys is not None]
         for index, layer in enumerate(self.layers):
-            cross = layer.cross_attn_image
-            parts = []
-            for entry, age in zip(entries, self._ages(cross, entries, axes), strict=True):
-                if entry.keys is not None:
-                    keys = self._cast(entry.keys[index])
-                else:
-                    keys = cross.make_keys(self._place(entry), None if entry.grid is None else rotations[entry.grid])
-                parts.append(MemoryPart(keys, self._cast(entry.features), age))
-            x = layer(x, rotation, parts)
+            x = layer(x, rotation, [*narrow, *self._prepared_parts(prepared, rotations, index)])
         return self.norm(x)
 
     def prepare_keys(self, entry: MemoryEntry) -> tuple[Tensor, ...]:
@@ -294,7 +302,8 @@ class MemoryAttention(nn.Module):
         """
         _check_entry(entry)
         rotation = None if entry.grid is None else self._rotation(entry.grid, entry.features.device)
-        return tuple(layer.cross_attn_image.make_keys(self._place(entry), rotation) for layer in self.layers)
+        placed = self._place(replace(entry, age=None))
+        return tuple(layer.cross_attn_image.make_keys(placed, rotation) for layer in self.layers)
 
     def _rotation(self, grid: Grid, device: torch.device) -> Rotation:
         if not isinstance(grid, Sequence) or len(grid) != 2:
@@ -316,40 +325,50 @@ class MemoryAttention(nn.Module):
         return self._cast(tokens if tokens_pos is None else tokens + 0.1 * tokens_pos)
 
     def _place(self, entry: MemoryEntry) -> Tensor:
-        return self._cast(entry.features if entry.position is None else entry.features + entry.position)
+        places = [x for x in (entry.position, entry.age) if x is not None]
+        return self._cast(entry.features + sum(places[1:], places[0]) if places else entry.features)
 
-    def _ages(
-        self,
-        attention: RopeAttention,
-        entries: Sequence[MemoryEntry],
-        axes: Mapping[Grid, tuple[Rotation, Rotation]],
-    ) -> list[tuple[Tensor, Tensor] | None]:
-        """What the age of each entry adds to its keys; those of one grid are made together."""
-        found: list[tuple[Tensor, Tensor] | None] = [None] * len(entries)
-        for grid, (rows, columns) in axes.items():
-            places = [place for place, entry in enumerate(entries) if entry.grid == grid and entry.age is not None]
-            if places:
-                ages = self._cast(torch.stack([entries[place].age for place in places]))  # type: ignore[misc]
-                for place, *age in zip(places, *attention.make_ages(ages, rows, columns), strict=True):
-                    found[place] = (age[0], age[1])
-        return found
+    def _narrow_parts(self, entries: Sequence[MemoryEntry], rotations: Mapping[Grid, Rotation]) -> list[MemoryPart]:
+        """Entries whose keys attention makes itself: those of one grid together, pointers behind the first."""
+        groups: dict[Grid | None, list[MemoryEntry]] = {}
+        for entry in entries:
+            groups.setdefault(entry.grid, []).append(entry)
+        pointers = groups.pop(None, []) if len(groups) > 1 else []
+        parts = []
+        for grid, group in groups.items():
+            together = [*group, *pointers]  # with the first grid
+            turned = 0 if grid is None else sum(entry.features.shape[1] for entry in group)
+            memory = _join([self._cast(entry.features) for entry in together])
+            placed = _join([self._place(entry) for entry in together])
+            parts.append(MemoryPart(memory, placed, None if grid is None else rotations[grid], turned))
+            pointers = []
+        return parts
+
+    def _prepared_parts(
+        self, entries: Sequence[MemoryEntry], rotations: Mapping[Grid, Rotation], index: int
+    ) -> list[MemoryPart]:
+        """Entries that bring keys of this layer, to which their ages are added."""
+        attention = self.layers[index].cross_attn_image
+        parts = []
+        for entry in entries:
+            memory, keys = self._cast(entry.features), self._cast(entry.keys[index])  # type: ignore[index]
+            if entry.age is not None and entry.grid is not None:
+                rows, columns = entry.grid
+                keys = keys + attention.make_age(self._cast(entry.age), rotations[rows, columns], columns)
+            parts.append(MemoryPart(memory, memory, keys=keys))
+        return parts
 
     def _cast(self, x: Tensor) -> Tensor:
         # Memory may be stored in half precision beside weights of single precision.
         return x.to(self.norm.weight.dtype)
 
 
-def axis_rotations(rotation: Rotation, num_columns: int) -> tuple[Rotation, Rotation]:
-    """The rotations of the first column and of the first row of a grid."""
-
-    def take(tokens: slice) -> Rotation:
-        return Rotation(rotation.cos[:, tokens], rotation.sin[:, tokens], rotation.pairing)
-
-    return take(slice(0, None, num_columns)), take(slice(0, num_columns))
-
-
 def _join(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=1)
+    """Tokens one after another, each (batch or 1, tokens, channels)."""
+    if len(parts) == 1:
+        return parts[0]
+    batch = max(len(part) for part in parts)
+    return torch.cat([part.expand(batch, -1, -1) for part in parts], dim=1)
 
 
 def _check_entry(entry: MemoryEntry) -> None:

@@ -125,7 +125,7 @@ class VideoMemory(nn.Module):
         distractor: bool = False,
         binarize: bool = False,
         dtype: torch.dtype | None = None,
-        prepare: bool = True,
+        prepare: bool = False,
     ) -> MemoryBank:
         """A bank with the memory of a frame and the masks found on it.
 
@@ -135,7 +135,8 @@ class VideoMemory(nn.Module):
             mask_quality, prompted, distractor: as in `StoredFrame`.
             binarize: as in `MemoryEncoder`.
             dtype: to store the memory in, that of the weights when not given; SAM 2 has bfloat16.
-            prepare: compute keys now and not on each read; never done while gradients are on.
+            prepare: compute keys now and not on each read, which takes four times the memory; on a CPU reading them
+                takes as long as making them. Never done while gradients are on.
 
         Shapes: features (batch or 1, dim, h, w), mask_logits (batch, 1, 16 * h, 16 * w), scores (batch) or (batch, 1)
         """
