@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,11 +48,12 @@ def create_loss(name: str, label_smoothing: float, num_classes: int) -> Loss:
 
 
 def masked_loss(
-    predictions: Tensor, images: Tensor, masks: Tensor, patch_size: tuple[int, int], target: PixelTarget
+    predictions: Tensor, images: Tensor, masks: Tensor, patch_size: Sequence[int], target: PixelTarget
 ) -> Tensor:
     """Mean square error of the pixels of hidden patches, in float32 whatever the dtype of the predictions.
 
-    Shapes: predictions (batch, patches, pixels), images (batch, channels, height, width), masks (batch, rows, columns)
+    Shapes: predictions (batch, patches, pixels), images (batch, channels, height, width), masks (batch, rows, columns);
+        clips have the axes of time too
     Source: MAE (arXiv 2111.06377), section 3.
     """
     with torch.autocast(predictions.device.type, enabled=False):

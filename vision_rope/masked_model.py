@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,8 +45,9 @@ class MaskedModel(nn.Module):
         token_dim = dim if decoder is None else timm_decoder.embed_dim
         self.decoder_embed = None if decoder is None else nn.Linear(dim, token_dim)
         self.mask_token = nn.Parameter(0.02 * torch.randn(token_dim))
-        height, width = self.patch_embed.patch_size
-        self.head = nn.Linear(token_dim, height * width * timm_encoder.in_chans)
+        # Of a video encoder those of a tubelet, (frames, height, width).
+        self.patch_size = tuple(getattr(self.patch_embed, "tubelet", self.patch_embed.patch_size))
+        self.head = nn.Linear(token_dim, math.prod(self.patch_size) * timm_encoder.in_chans)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -54,36 +56,40 @@ class MaskedModel(nn.Module):
         """The encoder's; its patch size is what images are divided by."""
         return self.encoder.patch_embed
 
-    def forward(self, images: Tensor, masks: Tensor) -> Tensor:
+    def forward(self, images: Tensor, masks: Tensor, seconds: Tensor | None = None) -> Tensor:
         """Predict all patches; those of visible ones are no use, since nothing trains them.
 
         Shapes: images (batch, channels, height, width), masks bool (batch, rows, columns), True where hidden ->
-            (batch, rows * columns, pixels of a patch)
+            (batch, rows * columns, pixels of a patch); of a video encoder clips (batch, channels, frames, height,
+            width), masks (batch, steps, rows, columns), seconds (batch, frames)
         Raises: ValueError where masks do not fit the grid of patches or are not bool, or hide different numbers of
             them in a batch that is encoded from its visible patches.
         """
         if masks.dtype != torch.bool:
             raise ValueError(f"masks have dtype {masks.dtype}, but must be bool: True where a patch is hidden")
-        grid = self.patch_embed.dynamic_feat_size(images.shape[-2:])
+        frames = [length // unit for length, unit in zip(images.shape[2:-2], self.patch_size[:-2], strict=True)]
+        grid = (*frames, *self.patch_embed.dynamic_feat_size(images.shape[-2:]))
         if masks.shape != (len(images), *grid):
             raise ValueError(
                 f"masks have shape {tuple(masks.shape)}, but the images have patches {(len(images), *grid)}: "
-                "(batch, rows, columns)"
+                f"(batch, {'steps, ' if frames else ''}rows, columns)"
             )
         # First, since counting reads the masks, which breaks a compiled graph: there is nothing to break yet.
         kept = None if self.decoder is None else _visible_places(masks)
         patches = self.encoder.embed_patches(images)
+        timing: dict[str, Any] = {} if seconds is None else {"seconds": seconds}
         if self.decoder is None or kept is None:
-            return self.head(self._encode(torch.where(masks[..., None], self.mask_token.to(patches.dtype), patches)))
-        visible = self.decoder_embed(self._encode(patches, kept))  # type: ignore[misc]
+            seen = torch.where(masks[..., None], self.mask_token.to(patches.dtype), patches)
+            return self.head(self._encode(seen, timing))
+        visible = self.decoder_embed(self._encode(patches, timing, kept))  # type: ignore[misc]
         tokens = self.mask_token.to(visible.dtype).expand(*masks.flatten(1).shape, -1)
         tokens = tokens.scatter(1, kept[..., None].expand_as(visible), visible)
-        return self.head(self.decoder.forward_patches(tokens.unflatten(1, masks.shape[1:])))
+        return self.head(self.decoder.forward_patches(tokens.unflatten(1, masks.shape[1:]), **timing))
 
-    def _encode(self, patches: Tensor, kept: Tensor | None = None) -> Tensor:
+    def _encode(self, patches: Tensor, timing: Mapping[str, Tensor], kept: Tensor | None = None) -> Tensor:
         """Patches -> normalised tokens without the prefix."""
         encoder: Any = self.encoder
-        tokens = encoder.forward_patches(patches, kept=kept)[:, encoder.num_prefix_tokens :]
+        tokens = encoder.forward_patches(patches, kept=kept, **timing)[:, encoder.num_prefix_tokens :]
         # timm's average-pooled models have their last norm behind the pooling.
         return encoder.fc_norm(tokens)
 

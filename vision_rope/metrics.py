@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -124,7 +125,7 @@ class MaskedMetrics:
     """
 
     def __init__(
-        self, patch_size: tuple[int, int], target: PixelTarget = "pixels", device: torch.device | str = "cpu"
+        self, patch_size: Sequence[int], target: PixelTarget = "pixels", device: torch.device | str = "cpu"
     ) -> None:
         self._patch_size = patch_size
         self._target = target
@@ -136,7 +137,7 @@ class MaskedMetrics:
         """Add one batch.
 
         Shapes: predictions (batch, patches, pixels); targets: images (batch, channels, height, width) and masks
-            (batch, rows, columns), True where hidden
+            (batch, rows, columns), True where hidden; clips have the axes of time too
         Raises: ValueError for predictions that are not finite or of another shape.
         """
         images, masks = targets

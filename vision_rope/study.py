@@ -26,7 +26,7 @@ import torch
 
 from vision_rope.checkpoint import build_model, find_last, write_whole
 from vision_rope.config import to_yaml
-from vision_rope.references import REFERENCES
+from vision_rope.references import create_references
 from vision_rope.results import Row, without_classes
 from vision_rope.sizes import parse_sizes, pixel_size
 from vision_rope.study_config import StudyConfig, load_study, override
@@ -259,7 +259,7 @@ def _references(config: StudyConfig, output: Path) -> dict[str, list[Row]]:
     rows = {
         name: without_classes(
             sweep(
-                reference(patch_size),
+                reference,
                 dataset,
                 task=create_task(plain, 0, patch_size),
                 sizes=parse_sizes(config.evaluation.sizes),
@@ -277,7 +277,7 @@ def _references(config: StudyConfig, output: Path) -> dict[str, list[Row]]:
                 progress=False,
             )
         )
-        for name, reference in REFERENCES.items()
+        for name, reference in create_references(patch_size).items()
     }
     write_whole(path, json.dumps({"basis": basis, "rows": rows}, indent=1).encode())
     return rows
