@@ -160,7 +160,19 @@ def _preparation_case(side: int, frames: int, objects: int, device: torch.device
                 for _ in key_blocks([part.sample(sample)], layer.cross_attn_image.make_keys, size, DIM):
                     pass
 
-    runs: dict[str, Callable[[], Any]] = {OURS: ours}
+    prepared = problem.entries(attention, prepared=True)[:-1]
+
+    @torch.no_grad()
+    def ages() -> Any:
+        """What is left where keys of frames were prepared: their ages, which change with every frame, and pointers."""
+        made = []
+        for index, layer in enumerate(attention.layers):
+            cross = layer.cross_attn_image
+            made = [e.keys[index] + cross.make_age(e.age, rotation, side) for e in prepared]  # type: ignore
+            made.append(cross.make_keys(problem.pointers + problem.pointer_pos, None))
+        return made
+
+    runs: dict[str, Callable[[], Any]] = {OURS: ours, f"{OURS}, keys prepared before": ages}
     peer = problem.peer()
     if peer is not None:
         from vision_rope.video.sam2 import ultralytics_module
