@@ -56,8 +56,8 @@ class DataConfig:
     """Where the images come from.
 
     Attributes:
-        source: elpv, folder:PATH, images:PATH (no labels), or a timm dataset name (torch/cifar10, hfds/NAME,
-            wds/NAME).
+        source: elpv, folder:PATH, images:PATH (no labels), timm's torch/NAME, hfds/NAME, wds/NAME; with
+            video.num_frames, videos:PATH (a folder or .csv list) or frames:PATH (a folder a clip).
         root: the folder that timm dataset names are looked up in.
         train_split: name of the training split.
         val_split: name of the validation split.
@@ -84,6 +84,29 @@ class DataConfig:
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+
+
+@dataclass
+class VideoConfig:
+    """Clips in the place of images, and the model that looks at them.
+
+    Attributes:
+        num_frames: frames of a clip; none trains on images.
+        fps: frames a second that clips are sampled at; none takes every frame that a video has.
+        tubelet: frames of a tubelet, which makes one step in time; its rows and columns are the backbone's patch.
+        attention: joint over all tokens, or factorised: over time, then over space.
+        causal: a step sees none that come after it, so that the model can follow a stream.
+        positions_per_second: time positions follow the clip's own seconds at this rate; none counts steps.
+        broken: what becomes of a clip that cannot be read: error stops with its path, skip leaves it out and tells.
+    """
+
+    num_frames: int | None = None
+    fps: float | None = None
+    tubelet: int = 2
+    attention: Literal["joint", "factorised"] = "joint"
+    causal: bool = False
+    positions_per_second: float | None = None
+    broken: Literal["error", "skip"] = "error"
 
 
 @dataclass
@@ -271,6 +294,7 @@ class TrainConfig:
     ema_decay: float | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    video: VideoConfig = field(default_factory=VideoConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     masked: MaskedConfig = field(default_factory=MaskedConfig)
     loss: LossConfig = field(default_factory=LossConfig)
