@@ -152,6 +152,7 @@ class MaskedConfig:
     Attributes:
         ratio: share of the patches that are hidden.
         block: side, in patches, of the squares that are hidden together.
+        block_steps: of clips, steps in time that such a square is hidden for; none hides it in all of them (tubes).
         encoder: all encodes hidden patches too, as a mask token (SimMIM); visible encodes the visible patches alone
             and predicts with a decoder (MAE).
         target: pixels of the normalised image, or patch-normalized: those of each patch with mean 0 and variance 1.
@@ -162,11 +163,33 @@ class MaskedConfig:
 
     ratio: float = 0.5
     block: int = 1
+    block_steps: int | None = 1
     encoder: Literal["all", "visible"] = "all"
     target: Literal["pixels", "patch-normalized"] = "pixels"
     decoder_dim: int | None = None
     decoder_depth: int | None = None
     decoder_heads: int | None = None
+
+
+@dataclass
+class MotionConfig:
+    """Clips made from photographs (data.source motion:SOURCE): an object from one moves over another, steadily.
+
+    The direction is one of 8, the speed one of a few; task motion tells both.
+
+    Attributes:
+        num_speeds: number of speeds, in equal ratios from the slowest to the fastest.
+        slowest: in widths of the picture a second.
+        fastest: in widths of the picture a second.
+        object_size: range of the object's diameter, as a share of the picture's width.
+        size: side of the square pictures that clips are made in, in pixels; other sizes are resized from them.
+    """
+
+    num_speeds: int = 3
+    slowest: float = 0.25
+    fastest: float = 1.0
+    object_size: tuple[float, float] = (0.3, 0.6)
+    size: int = 64
 
 
 @dataclass
@@ -282,13 +305,13 @@ class TrainConfig:
     """A whole run: everything train.py needs.
 
     Attributes:
-        task: classification, or masked: predict hidden patches, without labels.
+        task: classification; masked: predict hidden patches, without labels; motion: directions and speeds in clips.
         seed: seed of the initial weights, the order of images and their augmentation.
         batch_size: images a step, over all processes together.
         ema_decay: decay of the averaged weights that are evaluated and kept; none switches averaging off.
     """
 
-    task: Literal["classification", "masked"] = "classification"
+    task: Literal["classification", "masked", "motion"] = "classification"
     seed: int = 0
     batch_size: int = 64
     ema_decay: float | None = None
@@ -297,6 +320,7 @@ class TrainConfig:
     video: VideoConfig = field(default_factory=VideoConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     masked: MaskedConfig = field(default_factory=MaskedConfig)
+    motion: MotionConfig = field(default_factory=MotionConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
