@@ -56,8 +56,8 @@ class DataConfig:
     """Where the images come from.
 
     Attributes:
-        source: elpv, folder:PATH, images:PATH (no labels), timm's torch/NAME, hfds/NAME, wds/NAME; with
-            video.num_frames, videos:PATH (a folder or .csv list) or frames:PATH (a folder a clip).
+        source: elpv, folder:PATH, images:PATH (no labels), timm's torch/NAME, hfds/NAME, wds/NAME; clips:
+            videos:PATH (a folder or .csv list), frames:PATH (a folder of images a clip).
         root: the folder that timm dataset names are looked up in.
         train_split: name of the training split.
         val_split: name of the validation split.
@@ -305,7 +305,7 @@ class TrainConfig:
     """A whole run: everything train.py needs.
 
     Attributes:
-        task: classification; masked: predict hidden patches, without labels; motion: directions and speeds in clips.
+        task: classification, masked (predict hidden patches, without labels) or motion (tell direction and speed).
         seed: seed of the initial weights, the order of images and their augmentation.
         batch_size: images a step, over all processes together.
         ema_decay: decay of the averaged weights that are evaluated and kept; none switches averaging off.

@@ -97,18 +97,26 @@ def check_config(config: TrainConfig) -> None:
 
 def _task_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
     """Rules of the task: what belongs to another one would have no effect."""
-    masked, fresh = config.masked, TrainConfig()
+    masked, motion, fresh = config.masked, config.motion, TrainConfig()
+    others = {"loss": "classification", "masked": "masked"}
+    without_effect = [
+        key for key in flags.leaves(TrainConfig) if others.get(key.partition(".")[0], config.task) != config.task
+    ]
+    if config.task != "classification":
+        without_effect += ["augment.mixup", "augment.cutmix"]
     rules = []
-    if config.task == "classification":
-        without_effect = [key for key in flags.leaves(TrainConfig) if key.startswith("masked.")]
-    else:
-        without_effect = [key for key in flags.leaves(TrainConfig) if key.startswith("loss.")]
-        without_effect += ["augment.mixup", "augment.cutmix", "optimizer.layer_decay"]
+    if config.task == "masked":
+        without_effect += ["optimizer.layer_decay"]
         if masked.encoder == "all":
             without_effect += ["masked.decoder_dim", "masked.decoder_depth", "masked.decoder_heads"]
         rules += [
             ("masked.ratio", 0 < masked.ratio < 1, "must lie between 0 and 1"),
             ("masked.block", masked.block >= 1, "must be at least 1"),
+            (
+                "masked.block_steps",
+                config.video.num_frames is not None or masked.block_steps == 1,
+                "counts steps of clips, and images have none; leave it out or give video.num_frames",
+            ),
         ]
         rules += [
             (
@@ -116,11 +124,57 @@ def _task_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
                 getattr(masked, name) is None or getattr(masked, name) >= 1,
                 "must be at least 1, or none",
             )
-            for name in ("decoder_dim", "decoder_depth", "decoder_heads")
+            for name in ("block_steps", "decoder_dim", "decoder_depth", "decoder_heads")
         ]
+    if config.data.source.startswith("motion:"):
+        rules += [
+            ("motion.num_speeds", motion.num_speeds >= 2, "must be at least 2"),
+            ("motion.slowest", motion.slowest > 0, "must be positive"),
+            ("motion.fastest", motion.fastest > motion.slowest, f"must be above motion.slowest = {motion.slowest}"),
+            ("motion.object_size", 0 < motion.object_size[0] <= motion.object_size[1] <= 1, "must rise within 0 to 1"),
+            ("motion.size", motion.size >= 16, "must be at least 16 pixels"),
+        ]
+    else:
+        rules += [
+            (
+                key,
+                flags.get(config, key) == flags.get(fresh, key),
+                f"would have no effect with data.source {config.data.source}; leave it out or give motion:SOURCE",
+            )
+            for key in flags.leaves(TrainConfig)
+            if key.startswith("motion.")
+        ]
+    if config.task == "motion":
+        rules += _motion_rules(config)
     about = f"task {config.task}" + (f", masked.encoder {masked.encoder}" if config.task == "masked" else "")
     rules += [
         (key, flags.get(config, key) == flags.get(fresh, key), f"would have no effect with {about}; leave it out")
         for key in without_effect
     ]
     return rules
+
+
+def _motion_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
+    """Rules of task motion: it needs frames, and pictures that no augmentation turns or stretches."""
+    augment = config.augment
+    turns = "would turn the direction that is to be told; with task motion it must be"
+    return [
+        (
+            "data.source",
+            config.data.source.startswith("motion:"),
+            "has no motion that is known; task motion trains on motion:SOURCE, for instance motion:folder:PATH",
+        ),
+        (
+            "video.num_frames",
+            config.video.num_frames is not None and config.video.num_frames >= 2,
+            "must be at least 2 with task motion",
+        ),
+        ("augment.hflip", augment.hflip == 0, f"{turns} 0"),
+        ("augment.vflip", augment.vflip == 0, f"{turns} 0"),
+        ("augment.dihedral", not augment.dihedral, f"{turns} false"),
+        (
+            "augment.crop",
+            augment.crop != "random-resized",
+            "would change the speed that is to be told; with task motion it must be resize or simple",
+        ),
+    ]

@@ -37,7 +37,7 @@ class StudyConfig(TrainConfig):
     """A study: one configuration of a run, and what differs from row to row.
 
     Attributes:
-        task: classification; masked: predict hidden patches, without labels; motion: directions and speeds in clips.
+        task: classification, masked (predict hidden patches, without labels) or motion (tell direction and speed).
         seed: first seed of initial weights, order, augmentation and training masks.
         batch_size: images a step.
         ema_decay: decay of the averaged weights that are evaluated and kept; none switches averaging off.
