@@ -48,6 +48,7 @@ ORDER = [
     "rules",
     "study_config",
     "sizes",
+    "points",
     "data",
     "losses",
     "metrics",
