@@ -15,7 +15,10 @@ Seconds = Tensor | None
 
 
 class MeanColour(nn.Module):
-    """Predicts, for every hidden patch, the mean colour of the visible patches of its image or clip."""
+    """Predicts, for every hidden patch, the mean colour of the visible patches of its image.
+
+    Of a clip those of all frames.
+    """
 
     def __init__(self, patch_size: Sequence[int]) -> None:
         super().__init__()
