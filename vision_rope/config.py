@@ -260,6 +260,8 @@ class EvaluationConfig:
         max_images: judge by that many images, evenly spread over the validation part; none takes all. Masks are
             drawn by the place among them.
         sizes: sizes of the sweep after training: 64, 96x160, ...; empty skips the sweep.
+        frames: of clips: numbers of frames of the sweep; empty takes video.num_frames.
+        fps: of clips: frames a second of the sweep; empty takes video.fps.
         extend: context-extension methods of the sweep, with options as in yarn:beta_fast=16:beta_slow=2.
     """
 
@@ -268,6 +270,8 @@ class EvaluationConfig:
     every: int = 1
     max_images: int | None = None
     sizes: list[str] = field(default_factory=list)
+    frames: list[int] = field(default_factory=list)
+    fps: list[float] = field(default_factory=list)
     extend: list[str] = field(default_factory=lambda: ["none"])
 
 
