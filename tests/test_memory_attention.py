@@ -734,3 +734,23 @@ def test_more_mistakes_are_one_sentence(call, message):
     attention = vr.MemoryAttention(32, 8, 2, 64).eval()
     with pytest.raises(ValueError, match=message):
         call(attention, torch.randn(1, 15, 32), torch.randn(1, 15, 8))
+
+
+@pytest.mark.parametrize("name", ["k_proj.weight", "k_proj.bias", "v_proj.weight"])
+def test_one_trained_weight_of_a_frozen_layer_gets_its_gradient(name):
+    attention = small_attention(depth=1)
+    attention.requires_grad_(False)
+    weight = attention.get_parameter(f"layers.0.cross_attn_image.{name}").requires_grad_(True)
+    out = attention.read(torch.randn(1, 6, DIM), [frame((2, 3))], grid=(2, 3))
+    (gradient,) = torch.autograd.grad(out.square().sum(), weight)
+    assert gradient.abs().sum() > 0
+
+
+@torch.no_grad()
+def test_a_hook_on_the_perceptron_keeps_what_it_saw():
+    attention = small_attention(depth=1)
+    seen = []
+    attention.layers[0].linear1.register_forward_hook(lambda m, inputs, out: seen.append((out, out.clone())))
+    attention.read(torch.randn(1, 6, DIM), [frame((2, 3))], grid=(2, 3))
+    assert torch.equal(*seen[0])
+    assert (seen[0][0] < 0).any()
