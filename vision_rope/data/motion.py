@@ -1,0 +1,122 @@
+"""Clips made from photographs: an object cut out of one moves steadily over another."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vision_rope.config import MotionConfig
+from vision_rope.data.augment import eval_transform
+from vision_rope.data.clips import Clip, ClipSource
+from vision_rope.data.randomness import derive_seed
+from vision_rope.data.sources import ImageSource
+
+# Clockwise, 45 degrees apart; the opposite of one is four further on.
+DIRECTIONS = ("right", "down right", "down", "down left", "left", "up left", "up", "up right")
+# Width of an object's soft edge in pixels.
+SOFT_EDGE = 2.0
+# Small photographs that a process keeps, in bytes.
+CACHE_BYTES = 256 * 2**20
+
+
+class MotionSource(ClipSource):
+    """Clips made from the photographs of an image source, one for each, over which an object from another moves.
+
+    What moves how follows from the sample's generator, in evaluation from the index alone; the number of frames and
+    their rate say only when the same motion is looked at: frame k is shown at k / fps seconds, and in the middle of
+    the clip the object is in or near the middle of the picture.
+
+    The class is direction * num_speeds + speed.
+    """
+
+    def __init__(self, photographs: ImageSource, motion: MotionConfig, *, num_frames: int, fps: float) -> None:
+        self.name = f"motion:{photographs.name}"
+        self.speeds = list_speeds(motion)
+        self.classes = [f"{direction} {speed:.3g}/s" for direction in DIRECTIONS for speed in self.speeds]
+        self.labels = None
+        self.licence = photographs.licence
+        self._photographs = photographs
+        self._object_size = motion.object_size
+        self._size = motion.size
+        self._seconds = torch.arange(num_frames, dtype=torch.float64) / fps
+        self._shrink = eval_transform(motion.size, interpolation="bilinear")
+        self._cache: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._photographs)
+
+    def path(self, index: int) -> str:
+        """The background's."""
+        return self._photographs.path(index)
+
+    def read(self, index: int, generator: torch.Generator | None = None) -> tuple[Clip, int]:
+        """See `ClipSource.read`."""
+        generator = generator or torch.Generator().manual_seed(derive_seed(index))
+        label = int(torch.randint(len(self.classes), (), generator=generator))
+        other = int(torch.randint(len(self), (), generator=generator))
+        direction, speed = divmod(label, len(self.speeds))
+        angle = direction * math.tau / len(DIRECTIONS)
+        velocity = self.speeds[speed] * torch.tensor([math.cos(angle), math.sin(angle)])
+        least, most = self._object_size
+        radius = 0.5 * float(least + (most - least) * torch.rand((), generator=generator))
+        # The object is cut out where all of it lies in its photograph.
+        origin = radius + (1 - 2 * radius) * torch.rand(2, generator=generator)
+        shape = draw_shape(self._size, radius, origin, generator)
+        away = velocity * (self._seconds - self._seconds.mean())[:, None].float()
+        # As much of the way as possible has the object's centre in the picture, by half a radius and more.
+        room = (0.5 - 0.5 * radius - away[-1].abs()).clamp(min=0)
+        middle = 0.5 + room * (2 * torch.rand(2, generator=generator) - 1)
+        frames = move_over(self._photograph(other), shape, self._photograph(index), middle + away - origin)
+        return Clip(frames, self._seconds.clone()), label
+
+    def _photograph(self, index: int) -> Tensor:
+        """A photograph's middle square, uint8 (3, size, size)."""
+        if (kept := self._cache.get(index)) is not None:
+            return kept
+        photograph = self._shrink(self._photographs[index][0])
+        if (len(self._cache) + 1) * photograph.numel() <= CACHE_BYTES:
+            self._cache[index] = photograph
+        return photograph
+
+
+def list_speeds(motion: MotionConfig) -> list[float]:
+    """The speeds, in widths of the picture a second, in equal ratios."""
+    ratio = (motion.fastest / motion.slowest) ** (1 / (motion.num_speeds - 1))
+    return [motion.slowest * ratio**place for place in range(motion.num_speeds)]
+
+
+def draw_shape(size: int, radius: float, centre: Tensor, generator: torch.Generator) -> Tensor:
+    """How much of each pixel a smooth closed shape covers, between 0 and 1.
+
+    Its border's distance from the centre is the radius and a few waves of random strength.
+
+    Shapes: centre (2,) as x, y -> (size, size)
+    Units: radius and centre as shares of the size
+    """
+    strength, phase = torch.rand(2, 4, generator=generator)
+    pixels = (torch.arange(size) + 0.5) / size
+    x, y = pixels - centre[0], pixels[:, None] - centre[1]
+    waves = torch.arange(2, 6)[:, None, None]
+    turn = torch.atan2(y, x) * waves + math.tau * phase[:, None, None]
+    # At most as far out as the radius says.
+    border = radius * (0.75 + (strength[:, None, None] * torch.cos(turn) / (4 * waves)).sum(0))
+    return ((border - torch.hypot(x, y)) * size / SOFT_EDGE + 0.5).clamp(0, 1)
+
+
+def move_over(photograph: Tensor, shape: Tensor, background: Tensor, offsets: Tensor) -> Tensor:
+    """Frames of a background with a part of a photograph above it, moved by any fraction of a pixel (bilinear).
+
+    Shapes: photograph, background uint8 (3, size, size), shape (size, size), offsets (frames, 2) as x, y -> uint8
+        (frames, 3, size, size)
+    Units: offsets as shares of the size
+    """
+    layer = torch.cat((photograph * shape, shape[None])).expand(len(offsets), -1, -1, -1)
+    # Where each pixel comes from, in the units of grid_sample: the picture reaches from -1 to 1.
+    source = torch.eye(2).repeat(len(offsets), 1, 1)
+    grid = F.affine_grid(torch.cat((source, -2 * offsets[..., None]), dim=2), list(layer.shape), align_corners=False)
+    moved = F.grid_sample(layer, grid, align_corners=False)
+    frames = moved[:, :3] + background * (1 - moved[:, 3:])
+    return frames.round_().to(torch.uint8)
