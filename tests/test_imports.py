@@ -63,6 +63,7 @@ ORDER = [
     "tasks",
     "measure",
     "targets",
+    "sweep",
     "evaluate",
     "inspection_targets",
     "inspection_report",

@@ -34,6 +34,8 @@ class Target:
         train_size: training size in pixels (rows, columns).
         output: folder for the results.
         sizes: sizes to evaluate where none are asked for; empty means the training size.
+        frames: numbers of frames to evaluate clips at where none are asked for; empty means those of training.
+        fps: rates likewise.
         methods: extension methods where none are asked for.
         crop_pct: the short side is resized to size / crop_pct before the centre crop.
         batch_size: images a forward pass.
@@ -48,6 +50,8 @@ class Target:
     train_size: tuple[int, int]
     output: Path
     sizes: list[str] = field(default_factory=list)
+    frames: list[int] = field(default_factory=list)
+    fps: list[float] = field(default_factory=list)
     methods: list[str] = field(default_factory=lambda: ["none"])
     crop_pct: float = 1.0
     batch_size: int = 64
@@ -85,6 +89,8 @@ def open_run(
         train_size=largest_size(own),
         output=folder / "evaluation",
         sizes=settings.sizes,
+        frames=settings.frames,
+        fps=settings.fps,
         methods=settings.extend,
         crop_pct=settings.crop_pct,
         batch_size=settings.batch_size or run.config.batch_size,
