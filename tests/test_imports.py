@@ -52,6 +52,7 @@ ORDER = [
     "data",
     "losses",
     "metrics",
+    "motion_metrics",
     "parallel",
     "weight_metadata",
     "checkpoint",

@@ -61,3 +61,12 @@ def masked_loss(
         errors = (predictions.float() - wanted).square().mean(-1)
         hidden = masks.flatten(1).to(errors.dtype)
         return (errors * hidden).sum() / hidden.sum()
+
+
+def motion_loss(outputs: Tensor, labels: Tensor, num_speeds: int) -> Tensor:
+    """Cross-entropy of the direction plus that of the speed, in float32 whatever the dtype of the outputs.
+
+    Shapes: outputs (batch, 8 directions + num_speeds), labels (batch,): direction * num_speeds + speed
+    """
+    directions, speeds = outputs.float().split([outputs.shape[1] - num_speeds, num_speeds], dim=1)
+    return F.cross_entropy(directions, labels // num_speeds) + F.cross_entropy(speeds, labels % num_speeds)
