@@ -93,7 +93,7 @@ class Meter:
         """Metrics, speed and memory of all batches on all ranks."""
         # The first batch pays for what is made lazily (kernels, memory); it counts where there is no other.
         timed = self.passes[1:] or self.passes
-        ranks = _gather((sum(count for count, _ in timed), sum(seconds for _, seconds in timed), self.peak))
+        ranks = gather((sum(count for count, _ in timed), sum(seconds for _, seconds in timed), self.peak))
         seconds = max(rank[1] for rank in ranks)
         peaks = [rank[2] for rank in ranks if rank[2] is not None]
         return {
@@ -103,7 +103,7 @@ class Meter:
         }
 
 
-def _gather(value: Any) -> list[Any]:
+def gather(value: Any) -> list[Any]:
     """The value of every rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]

@@ -29,10 +29,14 @@ class Point:
     def name(self) -> str:
         return format_point(format_size(self.size), self.num_frames, self.fps)
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """(height, width), of clips (frames, height, width)."""
+        return self.size if self.num_frames is None else (self.num_frames, *self.size)
+
     def grid(self, patch_size: Sequence[int]) -> tuple[int, ...]:
         """Rows and columns of patches, of clips with the steps in front, where a patch is (frames, height, width)."""
-        lengths = self.size if self.num_frames is None else (self.num_frames, *self.size)
-        return tuple(length // patch for length, patch in zip(lengths, patch_size, strict=True))
+        return tuple(length // patch for length, patch in zip(self.lengths, patch_size, strict=True))
 
     def describe(self, patch_size: Sequence[int]) -> dict[str, Any]:
         """Columns of a table: size, height, width; of clips frames, fps and steps too."""

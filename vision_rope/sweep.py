@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from vision_rope.data import create_loader, eval_transform
 from vision_rope.extension_text import parse_extension
-from vision_rope.measure import Meter
+from vision_rope.measure import Meter, gather
 from vision_rope.points import Point, check_points, create_points
 from vision_rope.results import Row
 from vision_rope.sizes import Size, format_size
@@ -82,8 +82,8 @@ def sweep(
     grid = trained.grid(patch_size)
     classes = list(dataset.classes)
     judge: Task = task or Classification(len(classes))
-    for size in sizes:
-        judge.check_size(size)
+    for point in points:
+        judge.check_size(point.lengths)
     training = model.training
     rows = []
     try:
@@ -91,8 +91,9 @@ def sweep(
         reasons = {method: _reason_against(model, method, grid) for method in methods}
         defined = [method for method in methods if reasons[method] is None]
         for point in points:
+            sampled = dataset if point.num_frames is None else dataset.sampled(point.num_frames, point.fps)
             loader = create_loader(
-                dataset if point.num_frames is None else dataset.sampled(point.num_frames, point.fps),
+                sampled,
                 batch_size=batch_size,
                 transform=eval_transform(point.size, crop_pct=crop_pct, interpolation=interpolation),
                 device=device,
@@ -107,9 +108,11 @@ def sweep(
             )
             sized = _fit_to_size(model, point.size)
             meters = {method: Meter(judge, device, precision) for method in defined}
+            counts = ClipCounts(point, len(sampled))
             silent = None if progress and rank == 0 else True
             bar = tqdm(loader, desc=f"{point.name} px", unit="batch", disable=silent)
             for index, (images, labels, places) in enumerate(bar):
+                counts.add(images)
                 batch = judge.eval_batch(images, labels, places)
                 if not meters["none"].passes:
                     # A new point is slow once, and that must not count against the method that comes first.
@@ -122,7 +125,7 @@ def sweep(
                     meters[method].add(sized, batch)
             if watch is not None:
                 watch(point, meters)
-            results = {method: _name_counts(meters[method].result(), point) for method in defined}
+            results = {method: counts.complete(meters[method].result()) for method in defined}
             undefined = dict.fromkeys(next(iter(results.values())))
             for method in methods:
                 figures = results.get(method, undefined)
@@ -155,11 +158,35 @@ def refuse_frames(frames: Sequence[int], fps: Sequence[float]) -> None:
             )
 
 
-def _name_counts(figures: Row, point: Point) -> Row:
-    """Figures of clips under their own name."""
-    if point.num_frames is None:
-        return figures
-    return {key.replace("images", "clips"): value for key, value in figures.items()}
+class ClipCounts:
+    """How many clips are judged, left out, and by over half a frame shorter or longer than asked; nothing of images."""
+
+    def __init__(self, point: Point, total: int) -> None:
+        self.point = point
+        self.total = total
+        self.shorter = self.longer = 0
+
+    def add(self, inputs: Any) -> None:
+        """Count a batch of clips."""
+        if self.point.num_frames is None or self.point.fps is None:
+            return
+        # In frames: one less than a clip has lies between its first and its last.
+        excess = (inputs.seconds[:, -1] - inputs.seconds[:, 0]) * self.point.fps - (self.point.num_frames - 1)
+        self.shorter += int((excess < -0.5).sum())
+        self.longer += int((excess > 0.5).sum())
+
+    def complete(self, figures: Row) -> Row:
+        """Figures of clips under their own name, with the counts of all ranks."""
+        if self.point.num_frames is None:
+            return figures
+        named = {key.replace("images", "clips"): value for key, value in figures.items()}
+        shorter, longer = map(sum, zip(*gather((self.shorter, self.longer)), strict=True))
+        return {
+            **named,
+            "clips_left_out": self.total - named["clips"],
+            "clips_shorter": shorter,
+            "clips_longer": longer,
+        }
 
 
 def _by_class(classes: Sequence[str], accuracies: Sequence[float] | None) -> dict[str, float | None] | None:
