@@ -226,7 +226,7 @@ class TestImages:
             (f"images:{files}", {"train_split": "b"}, "train_split is 'b'"),
             (f"images:{files}", {"root": "x"}, "root is 'x'"),
             (f"images:{files}", {"download": True}, "download is on"),
-            (f"images:{files}", {"val_fraction": 0.01}, "leaves no image of 12 for the validation split"),
+            (f"images:{files}", {"val_fraction": 0.01}, "leaves none of 12 images for the validation split"),
         ):
             with pytest.raises(ValueError, match=message):
                 open_dataset(source, "validation", **options)

@@ -18,21 +18,29 @@ from torchvision.io import ImageReadMode, decode_jpeg
 MAX_PIXELS = 178_956_970
 
 
-class BrokenImageError(OSError):
-    """An image file that cannot be decoded.
+class BrokenFileError(OSError):
+    """A file that no sample can be made of.
 
     Attributes:
         path: the file, or the name of the sample where there is no file.
-        reason: why it cannot be decoded.
+        reason: why it cannot be used.
     """
 
+    complaint = "cannot be read"
+
     def __init__(self, path: str, reason: str) -> None:
-        super().__init__(f"{path}: cannot be decoded: {reason}")
+        super().__init__(f"{path}: {self.complaint}: {reason}")
         self.path = path
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type[BrokenImageError], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[BrokenFileError], tuple[str, str]]:
         return type(self), (self.path, self.reason)
+
+
+class BrokenImageError(BrokenFileError):
+    """An image file that cannot be decoded; `path` and `reason` say which and why."""
+
+    complaint = "cannot be decoded"
 
 
 def decode_image(source: str | Path | bytes, *, name: str | None = None) -> Tensor:

@@ -1,0 +1,65 @@
+"""Which frames of a video make a clip."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ClipSampling:
+    """Frames of a clip and their rate.
+
+    Frame k of a clip is the one whose time is nearest to that of the first plus k / fps. A video with fewer frames a
+    second than that gives those it has, one after the other, none twice. A video that lasts less than a clip, but has
+    the frames for one, is sampled over all it has, more densely than asked for. The times of a clip are those of its
+    frames, whatever was asked for.
+
+    Args:
+        num_frames: frames of a clip.
+        fps: frames a second; none takes frames that follow each other, whatever their times.
+
+    Raises:
+        ValueError: for fewer frames than one, and a rate that is not positive.
+    """
+
+    num_frames: int
+    fps: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_frames < 1:
+            raise ValueError(f"num_frames is {self.num_frames}, but a clip has at least 1 frame")
+        if self.fps is not None and not 0 < self.fps < math.inf:
+            raise ValueError(f"fps is {self.fps}, but frames a second must be positive; none takes every frame")
+
+    def choose(self, seconds: Tensor, position: float = 0.5) -> Tensor:
+        """Choose the frames of the clip that begins at a part of what the video has beyond a clip's length.
+
+        Args:
+            seconds: float64 (frames,), the times of all frames, rising.
+            position: from 0, the earliest clip, up to 1, the latest; 0.5 is in the middle.
+
+        Shapes: int64 (num_frames,), rising places among the frames
+        Raises: ValueError for a video of fewer frames than a clip's.
+        """
+        count, total = self.num_frames, len(seconds)
+        if total < count:
+            raise ValueError(
+                f"it has {total} frames, but a clip takes {count}, none twice; give a smaller video.num_frames, or "
+                "video.broken: skip to leave such videos out"
+            )
+        steps = torch.arange(count)
+        if self.fps is None:
+            return steps + min(int(position * (total - count + 1)), total - count)
+        first, lasting = seconds[0], float(seconds[-1] - seconds[0])
+        length = min((count - 1) / self.fps, lasting)
+        wanted = first + position * (lasting - length) + length * steps.double() / max(count - 1, 1)
+        after = torch.searchsorted(seconds, wanted).clamp(max=total - 1)
+        before = (after - 1).clamp(min=0)
+        nearest = torch.where(wanted - seconds[before] <= seconds[after] - wanted, before, after)
+        # Where two are the same, the later one moves on; at the end of a video all move back.
+        distinct = (nearest - steps).cummax(0).values + steps
+        return torch.minimum(distinct, steps + total - count)

@@ -1,0 +1,90 @@
+"""Lists of videos: a .csv file with the columns path, and label, split, start and end where they are wanted."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+from vision_rope.data.folders import VALIDATION_FOLDERS, Split, hold_out
+from vision_rope.data.video_sources import Segment, natural_key
+
+# The class of clips without labels.
+NO_CLASS = "clip"
+
+
+def read_list(
+    file: Path, split: Split, train_split: str, val_split: str, val_fraction: float, split_seed: int
+) -> tuple[list[str], list[tuple[Segment, int]]]:
+    """Classes and rows of one split of a list with the columns path, and label, split, start and end where there are.
+
+    Without a column `split` a part of every class is held out; the parts of one file stay together.
+    """
+    rows = list(_read_rows(file))
+    names = sorted({row["label"] for _, row in rows}, key=natural_key)
+    classes = {name: label for label, name in enumerate(names)}
+    segments = [_segment(file, line, row) for line, row in rows]
+    if "split" in rows[0][1]:
+        val_names = VALIDATION_FOLDERS if val_split == "validation" else (val_split,)
+        found = [row["split"] for _, row in rows]
+        for (line, _), value in zip(rows, found, strict=True):
+            if value not in (train_split, *val_names):
+                raise ValueError(
+                    f"{file}, line {line}: split is {value!r}, but it must be {train_split} or {' or '.join(val_names)}"
+                )
+        own = train_split if split == "train" else next((name for name in val_names if name in found), val_names[0])
+        chosen = [place for place, value in enumerate(found) if value == own]
+        if not chosen:
+            raise ValueError(f"{file} has no row whose split is {own}; leave the column out to hold a part out")
+    else:
+        if (train_split, val_split) != ("train", "validation"):
+            raise ValueError(
+                f"train_split is {train_split!r} and val_split {val_split!r}, but {file} has no column split; "
+                "leave both out, val_fraction and split_seed say what is held out"
+            )
+        strata = {row["path"]: row["label"] for _, row in reversed(rows)}
+        keys = list(strata)
+        picked = {keys[place] for place in hold_out(keys, list(strata.values()), split, val_fraction, split_seed)}
+        chosen = [place for place, (_, row) in enumerate(rows) if row["path"] in picked]
+    return names, [(segments[place], classes[rows[place][1]["label"]]) for place in chosen]
+
+
+def _read_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Lines of a list with their numbers; every row has a path and a label."""
+    if not file.is_file():
+        raise ValueError(f"data source videos:{file}: there is no file {file}")
+    known = ("path", "label", "split", "start", "end")
+    with file.open(newline="", encoding="utf-8-sig") as text:
+        reader = csv.DictReader(text, skipinitialspace=True)
+        columns = list(reader.fieldnames or [])
+        if "path" not in columns or any(name not in known for name in columns):
+            raise ValueError(
+                f"{file} begins with {','.join(columns) or 'nothing'}, but its first line must name its columns: path, "
+                "and where wanted label, split, start, end"
+            )
+        empty = True
+        for row in reader:
+            if None in row or any(value is None for value in row.values()):
+                raise ValueError(f"{file}, line {reader.line_num}: it does not have {len(columns)} fields")
+            for name in ("path", "label", "split"):
+                if name in row and not row[name].strip():
+                    raise ValueError(f"{file}, line {reader.line_num}: its {name} is empty")
+            empty = False
+            yield reader.line_num, {"label": NO_CLASS, **{name: value.strip() for name, value in row.items()}}
+        if empty:
+            raise ValueError(f"{file} lists no videos")
+
+
+def _segment(file: Path, line: int, row: dict[str, str]) -> Segment:
+    """A row's file, looked up beside the list, and its part."""
+    limits: list[float | None] = []
+    for name in ("start", "end"):
+        text = row.get(name, "")
+        try:
+            limits.append(float(text) if text else None)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {line}: {name} is {text!r}, but it must be seconds or empty") from error
+    start, end = limits
+    if end is not None and end <= (start or 0.0):
+        raise ValueError(f"{file}, line {line}: end is {end:g}, but it must come after start {start or 0:g}")
+    return Segment(str(file.parent / Path(row["path"]).expanduser()), start, end)
