@@ -17,6 +17,7 @@ EXAMPLES = """examples:
   vision-rope train --config configs/default.yaml
   vision-rope evaluate runs/default --sizes 64,96,128,192x256 --extend none,interpolate,ntk,yarn
   vision-rope evaluate vit_small_patch16_rope_224 --pretrained --data folder:imagenet --sizes 224,288,384
+  vision-rope evaluate runs/clips --frames 8,16,32 --fps 2,4 --sizes 96,128
   vision-rope study --config configs/study.yaml
   vision-rope probe runs/default --weights best,untrained
   vision-rope inspect vit_small_patch16_rope_224 --size 448,448
@@ -123,15 +124,20 @@ def _add_evaluate(commands: Any) -> None:
     parser = commands.add_parser(
         "evaluate",
         help="evaluate a run folder or a timm model at several sizes, with context extension",
-        description="Evaluate a run folder or a timm model at several sizes, with and without context extension; "
-        "print a table and write evaluation.csv, evaluation.json, per_class.csv and evaluation.png.",
+        description="Evaluate a run folder or a timm model at several sizes, a run on clips with several numbers of "
+        "frames and rates too, with and without context extension; print a table and write evaluation.csv, "
+        "evaluation.json, per_class.csv and evaluation.png.",
     )
     add = parser.add_argument
     add("target", metavar="RUN_OR_TIMM_NAME", help="folder of a run, or a name such as vit_small_patch16_rope_224")
-    add("--data", help="elpv, folder:PATH, images:PATH (masked runs) or a timm dataset name [the run's own]")
+    add(
+        "--data", help="elpv, folder:PATH, images:PATH (masked runs), videos:PATH (clips), timm's names [the run's own]"
+    )
     add("--root", help="folder that timm dataset names are looked up in")
     add("--split", help="name of the split [the validation split]")
     add("--sizes", help="sizes in pixels: 64,96,192x256 (rows x columns) [the run's own, else the training size]")
+    add("--frames", help="of clips: numbers of frames, 8,16,32 [the run's own]")
+    add("--fps", help="of clips: frames a second that they are sampled at, 2,4 [the run's own]")
     add(
         "--extend",
         help=f"methods of context extension, of {METHODS}, with options as in yarn:beta_fast=16:beta_slow=2 "
@@ -276,6 +282,8 @@ def _evaluate(parsed: Any) -> int:
         root=parsed.root,
         split=parsed.split,
         sizes=parsed.sizes,
+        frames=parsed.frames,
+        fps=parsed.fps,
         extend=parsed.extend,
         weights=parsed.weights,
         checkpoint=parsed.checkpoint,

@@ -21,11 +21,24 @@ METRICS = {
     "top5": "top-5",
     "balanced_accuracy": "balanced",
     "auroc": "AUROC",
+    "direction": "direction",
+    "reversal": "reversal",
+    "way": "way",
+    "speed": "speed",
+    "faster": "faster",
+    "moving": "moving",
     "nll": "NLL",
     "ece": "ECE",
     "r2": "R2",
     "mse": "MSE",
 }
+# What holds for a whole table, each on a line in front of it.
+FACTS = (
+    *("model", "position", "weights", "data", "train_size", "train_frames", "train_fps", "images", "crop", "seed"),
+    *("split_seed", "masked"),
+)
+# Of clips, beside the metrics; those that are 0 everywhere are not shown.
+COUNTS = {"clips": "clips", "clips_left_out": "left out", "clips_shorter": "shorter", "clips_longer": "longer"}
 
 
 def write_results(rows: Sequence[Row], folder: str | Path) -> list[Path]:
@@ -39,7 +52,7 @@ def write_results(rows: Sequence[Row], folder: str | Path) -> list[Path]:
     write_csv(paths[0], without_classes(rows))
     write_whole(paths[1], (json.dumps(list(rows), indent=2, allow_nan=False) + "\n").encode())
     by_class = [
-        {"size": row["size"], "method": row["method"], "class": name, "accuracy": accuracy}
+        {**{key: row[key] for key in place_keys(row)}, "method": row["method"], "class": name, "accuracy": accuracy}
         for row in rows
         for name, accuracy in (row["per_class"] or {}).items()
     ]
@@ -47,6 +60,11 @@ def write_results(rows: Sequence[Row], folder: str | Path) -> list[Path]:
         write_csv(paths[2], by_class)
     plot_evaluation(rows, paths[3])
     return [path for path in paths if by_class or path != paths[2]]
+
+
+def place_keys(row: Row) -> list[str]:
+    """The columns that say where a row was judged: its size, of clips the frames and their rate too."""
+    return ["size", "frames", "fps"] if "frames" in row else ["size"]
 
 
 def without_classes(rows: Sequence[Row]) -> list[Row]:
@@ -57,26 +75,29 @@ def without_classes(rows: Sequence[Row]) -> list[Row]:
 def format_table(rows: Sequence[Row]) -> str:
     """The rows as an aligned table for a terminal; a row without figures shows its reason."""
     lines = []
+    places = len(place_keys(rows[0])) if rows else 1
     if any(row.get("weights") == UNTRAINED for row in rows):
         lines += ["UNTRAINED WEIGHTS: these figures are those of a random model; give --checkpoint or --pretrained"]
-    facts = ("model", "position", "weights", "data", "train_size", "images", "crop", "seed", "split_seed", "masked")
-    for fact in facts:
+    for fact in FACTS:
         values = dict.fromkeys(str(row[fact]) for row in rows if row.get(fact) is not None)
         if values:
-            lines.append(f"{fact.replace('_', ' '):<11}{'; '.join(values)}")
+            lines.append(f"{fact.replace('_', ' '):<{11 if places == 1 else 13}}{'; '.join(values)}")
     shown = {key: heading for key, heading in METRICS.items() if any(row.get(key) is not None for row in rows)}
-    shown |= {"images_per_second": "images/s", "peak_memory_mb": "MB"}
-    cells = [["size", "method", "crop_pct", *shown.values()]]
+    shown |= {key: heading for key, heading in COUNTS.items() if any(row.get(key) for row in rows)}
+    kind = "images" if places == 1 else "clips"
+    shown |= {f"{kind}_per_second": f"{kind}/s", "peak_memory_mb": "MB"}
+    cells = [[*(["size", "frames", "fps"][:places]), "method", "crop_pct", *shown.values()]]
     for row in rows:
         figures = [row["reason"]] if row["reason"] else [_format_figure(key, row[key]) for key in shown]
-        cells.append([row["size"], row["method"], f"{row['crop_pct']:g}", *figures])
+        place = ["all" if row[key] is None else f"{row[key]:g}" for key in place_keys(row)[1:]]
+        cells.append([row["size"], *place, row["method"], f"{row['crop_pct']:g}", *figures])
     full = [line for line in cells if len(line) == len(cells[0])]
     widths = [max(len(line[column]) for line in full) for column in range(len(cells[0]))]
-    widths[1] = max(len(line[1]) for line in cells)
+    widths[places] = max(len(line[places]) for line in cells)
     lines.append("")
     for line in cells:
-        left = [cell.ljust(width) for cell, width in zip(line[:2], widths, strict=False)]
-        right = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=False)]
+        left = [cell.ljust(width) for cell, width in zip(line[: places + 1], widths, strict=False)]
+        right = [cell.rjust(width) for cell, width in zip(line[places + 1 :], widths[places + 1 :], strict=False)]
         lines.append("  ".join(left + right).rstrip())
     return "\n".join(lines)
 
@@ -84,9 +105,10 @@ def format_table(rows: Sequence[Row]) -> str:
 def _format_figure(key: str, value: float | None) -> str:
     if value is None:
         return "-"
-    if key == "peak_memory_mb" or (key == "images_per_second" and value >= 100):
+    is_speed = key.endswith("_per_second")
+    if key == "peak_memory_mb" or key in COUNTS or (is_speed and value >= 100):
         return f"{value:.0f}"
-    return f"{value:.3g}" if key == "images_per_second" else f"{value:.3f}"
+    return f"{value:.3g}" if is_speed else f"{value:.3f}"
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
