@@ -1,21 +1,54 @@
-"""Batches in host memory: which images in which order, transformed and stacked by the workers."""
+"""Batches in host memory: which images or clips in which order, transformed and stacked by the workers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from vision_rope.data.augment import Transform
-from vision_rope.data.decode import BrokenImageError
+from vision_rope.data.clips import Clip, Clips, ClipSource
+from vision_rope.data.decode import BrokenFileError
 from vision_rope.data.randomness import derive_seed, seed_generators
 from vision_rope.data.sources import ImageSource, IterableSource
 
-# image, label, index, seed of what is random about the image on the device
-Sample = tuple[Tensor, int, int, int]
-HostBatch = tuple[Tensor, Tensor, Tensor, Tensor]
+# A path, and what is to be told about it.
+Report = tuple[str, str]
+
+
+class Sample(NamedTuple):
+    """An image or a clip on its way into a batch.
+
+    Attributes:
+        place: in the data set, or -1 where it is a stream.
+        seed: of what is random about it on the device.
+        reports: files that were damaged, or left out for it.
+    """
+
+    image: Tensor | Clip
+    label: int
+    place: int
+    seed: int
+    reports: tuple[Report, ...] = ()
+
+
+class HostBatch(NamedTuple):
+    """A batch as the workers make it; `Sample` says what is in it."""
+
+    images: Tensor | Clips
+    labels: Tensor
+    indices: Tensor
+    seeds: Tensor
+    reports: list[Report]
+
+
+class LeftOut(NamedTuple):
+    """Stands for a sample that cannot be read and is left out of its batch."""
+
+    reports: tuple[Report, ...]
 
 
 class BatchOrder(Sampler[list[tuple[int, int]]]):
@@ -56,27 +89,58 @@ class BatchOrder(Sampler[list[tuple[int, int]]]):
             yield [(self.epoch, index) for index in order[start : start + self._local_batch].tolist()]
 
 
-class IndexedSamples(Dataset[Sample | BrokenImageError]):
-    """Transformed images by (epoch, index)."""
+class IndexedSamples(Dataset[Sample | LeftOut | Exception]):
+    """Transformed images or clips by (epoch, index).
 
-    def __init__(self, dataset: ImageSource, transform: Transform, seed: int) -> None:
+    Clips that cannot be read raise their error, or, where the source skips them, are left out: of a batch of
+    evaluation without a substitute, so that none counts twice; in training the next clip of the source that can be
+    read takes the place, so that batches keep their size on every rank.
+    """
+
+    def __init__(self, dataset: ImageSource | ClipSource, transform: Transform, seed: int, training: bool) -> None:
         self._dataset = dataset
         self._transform = transform
         self._seed = seed
+        self._training = training
 
-    def __getitem__(self, key: tuple[int, int]) -> Sample | BrokenImageError:
+    def __getitem__(self, key: tuple[int, int]) -> Sample | LeftOut | Exception:
         epoch, index = key
+        seed = derive_seed(self._seed, epoch, index)
+        if isinstance(self._dataset, ClipSource):
+            return self._read_clip(self._dataset, index, seed)
         try:
             image, label = self._dataset[index]
-        except BrokenImageError as error:
+        except BrokenFileError as error:
             # As a value: raised in a worker it would arrive without its path.
             return error
-        seed = derive_seed(self._seed, epoch, index)
         seed_generators(seed)
-        return self._transform(image), label, index, derive_seed(seed)
+        return Sample(self._transform(image), label, index, derive_seed(seed))
+
+    def _read_clip(self, source: ClipSource, first: int, seed: int) -> Sample | LeftOut | Exception:
+        reports: list[Report] = []
+        index = first
+        while True:
+            generator = torch.Generator().manual_seed(derive_seed(seed, 1)) if self._training else None
+            try:
+                clip, label = source.read(index, generator)
+                break
+            except BrokenFileError as error:
+                if not source.skip_broken:
+                    return error
+                reports.append((error.path, f"left out, since {error.complaint}: {error.reason}"))
+            if not self._training:
+                return LeftOut(tuple(reports))
+            index = (index + 1) % len(source)
+            if index == first:
+                return nothing_left(source, dict(reports))
+        if (damage := source.damage(index)) is not None:
+            reports.append((source.path(index), f"damaged, used as far as it can be decoded: {damage}"))
+        seed_generators(seed)
+        clip = Clip(self._transform(clip.frames), clip.seconds)
+        return Sample(clip, label, index, derive_seed(seed), tuple(reports))
 
 
-class StreamSamples(IterableDataset[Sample | BrokenImageError]):
+class StreamSamples(IterableDataset[Sample | BrokenFileError]):
     """Transformed images of a stream, seeded by epoch, rank, worker and place in the worker's part.
 
     In evaluation every rank reads everything and keeps its share: timm's readers would repeat some images and leave
@@ -95,7 +159,7 @@ class StreamSamples(IterableDataset[Sample | BrokenImageError]):
         self._epoch = epoch
         self._dataset.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Sample | BrokenImageError]:
+    def __iter__(self) -> Iterator[Sample | BrokenFileError]:
         worker = get_worker_info()
         worker_id = worker.id if worker is not None else 0
         try:
@@ -104,24 +168,35 @@ class StreamSamples(IterableDataset[Sample | BrokenImageError]):
                     continue
                 seed = derive_seed(self._seed, self._epoch, self._rank, worker_id, place)
                 seed_generators(seed)
-                yield self._transform(image), label, -1, derive_seed(seed)
-        except BrokenImageError as error:
+                yield Sample(self._transform(image), label, -1, derive_seed(seed))
+        except BrokenFileError as error:
             yield error
 
 
-def collate(samples: list[Sample | BrokenImageError]) -> HostBatch | Exception:
-    """Stack uint8 images.
+def nothing_left(source: ClipSource, reports: dict[str, str]) -> ValueError:
+    """The error of a source of which every clip was left out."""
+    path, reason = next(iter(reports.items()))
+    return ValueError(f"no clip of {source.name} can be read; {path}, the first of {len(source)}: {reason}")
+
+
+def collate(samples: list[Sample | LeftOut | Exception]) -> HostBatch | list[Report] | Exception:
+    """Stack uint8 images, or the uint8 frames of clips.
 
     Returns:
-        the batch, or in its place what the main process is to raise: BrokenImageError for a broken image, TypeError for
-        images that are not uint8, ValueError for images of different sizes.
+        the batch, or in its place what the main process is to raise: BrokenFileError for a broken file, TypeError for
+        images that are not uint8, ValueError for images of different sizes; reports alone where all is left out.
     """
     whole: list[Sample] = []
+    reports: list[Report] = []
     for sample in samples:
-        if isinstance(sample, BrokenImageError):
+        if isinstance(sample, Exception):
             return sample
-        whole.append(sample)
-    images = [image for image, *_ in whole]
+        reports += sample.reports
+        if isinstance(sample, Sample):
+            whole.append(sample)
+    if not whole:
+        return reports
+    images = [sample.image.frames if isinstance(sample.image, Clip) else sample.image for sample in whole]
     for image in images:
         if image.dtype != torch.uint8:
             return TypeError(
@@ -133,8 +208,12 @@ def collate(samples: list[Sample | BrokenImageError]) -> HostBatch | Exception:
                 f"the transform returned images of {tuple(images[0].shape)} and {tuple(image.shape)} in one batch; "
                 "it must end in a resize or a crop to one size"
             )
-    labels, indices, seeds = torch.tensor([numbers for _, *numbers in whole], dtype=torch.int64).unbind(1)
-    return torch.stack(images), labels, indices, seeds
+    numbers = [(sample.label, sample.place, sample.seed) for sample in whole]
+    labels, indices, seeds = torch.tensor(numbers, dtype=torch.int64).unbind(1)
+    seconds = [sample.image.seconds for sample in whole if isinstance(sample.image, Clip)]
+    stacked = torch.stack(images)
+    inputs = Clips(stacked, torch.stack(seconds).float()) if seconds else stacked
+    return HostBatch(inputs, labels, indices, seeds, reports)
 
 
 def estimate_stream(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -12,7 +13,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vision_rope.data.augment import Transform
-from vision_rope.data.batches import BatchOrder, HostBatch, IndexedSamples, StreamSamples, collate, estimate_stream
+from vision_rope.data.batches import (
+    BatchOrder,
+    HostBatch,
+    IndexedSamples,
+    Report,
+    StreamSamples,
+    collate,
+    estimate_stream,
+    nothing_left,
+)
+from vision_rope.data.clips import Clips, ClipSource
 from vision_rope.data.randomness import derive_seed, preserved_randomness, seed_generators
 from vision_rope.data.sources import ImageSource, IterableSource
 
@@ -33,26 +44,28 @@ class Accelerator(Protocol):
 class DeviceLoader:
     """Iterate over (images, labels) on the device, or (images, labels, indices) where asked for.
 
-    A loader is iterated on the stream that is current when a batch is asked for, one iteration at a time.
+    Of a source of clips, `Clips` stand in the place of images. A loader is iterated on the stream that is current when
+    a batch is asked for, one iteration at a time.
 
     Shapes:
         images floating point (batch, 3, height, width), normalised; labels int64 (batch,); indices int64 (batch,) in
         host memory: places in the data set, or -1 where it is a stream
 
     Raises:
-        BrokenImageError: while iterating, with the file's path, from workers too.
+        BrokenFileError: while iterating, with the file's path, from workers too.
         TypeError: while iterating, where the transform does not return uint8.
-        ValueError: while iterating, where it returns images of different sizes.
+        ValueError: while iterating, where it returns images of different sizes, or all clips are left out.
 
     Attributes:
         dataset: the data set.
+        report: is told once of every file that was damaged or left out; at first it warns.
         num_images: images that an epoch gives this rank; like the length an estimate where a stream is evaluated.
     """
 
     def __init__(
         self,
-        batches: DataLoader[HostBatch | Exception],
-        dataset: ImageSource | IterableSource,
+        batches: DataLoader[HostBatch | list[Report] | Exception],
+        dataset: ImageSource | IterableSource | ClipSource,
         num_images: int,
         num_batches: int,
         *,
@@ -64,14 +77,18 @@ class DeviceLoader:
         dtype: torch.dtype,
         with_indices: bool,
         accelerator: Accelerator | None,
+        is_alone: bool,
     ) -> None:
         self.dataset = dataset
+        self.report: Callable[[str], None] = _warn
+        self._reports: dict[str, str] = {}
+        self._is_alone = is_alone
         self.num_images = num_images
         self._num_batches = num_batches
         self._batches = batches
         self._device = device
-        self._mean = 255 * torch.tensor(mean, dtype=torch.float32, device=device).view(3, 1, 1)
-        self._std = 255 * torch.tensor(std, dtype=torch.float32, device=device).view(3, 1, 1)
+        self._mean = 255 * torch.tensor(mean, dtype=torch.float32, device=device)
+        self._std = 255 * torch.tensor(std, dtype=torch.float32, device=device)
         self._seed = seed
         self._epoch = 0
         # Erased pixels take the mean colour: no random numbers are drawn on the device.
@@ -96,9 +113,9 @@ class DeviceLoader:
             assert isinstance(self._batches.dataset, StreamSamples)
             self._batches.dataset.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        ready: tuple[Tensor, ...] | None = None
-        for batch in self._host_batches():
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        ready: tuple[Any, ...] | None = None
+        for batch in self._whole_batches():
             # The copy of a batch is queued before the one ahead of it is used, so that both go on together.
             copied = self._copy(batch)
             if ready is not None:
@@ -109,7 +126,22 @@ class DeviceLoader:
         if ready is not None:
             yield ready
 
-    def _host_batches(self) -> Iterator[HostBatch]:
+    def _whole_batches(self) -> Iterator[HostBatch]:
+        """Batches of which something is left; what is wrong with files is reported on the way."""
+        is_empty = True
+        for batch in self._host_batches():
+            for path, reason in batch.reports if isinstance(batch, HostBatch) else batch:
+                if path not in self._reports:
+                    self._reports[path] = reason
+                    self.report(f"{path}: {reason}")
+            if isinstance(batch, HostBatch):
+                is_empty = False
+                yield batch
+        # A rank's share may be empty; that of all of them may not.
+        if is_empty and self._is_alone and isinstance(self.dataset, ClipSource) and self._reports:
+            raise nothing_left(self.dataset, self._reports)
+
+    def _host_batches(self) -> Iterator[HostBatch | list[Report]]:
         # Without workers the samples are made, and the generators seeded, in this process.
         preserve = preserved_randomness if self._batches.num_workers == 0 else nullcontext
         # The seeds of the workers, which only streams draw from.
@@ -127,7 +159,7 @@ class DeviceLoader:
                 raise batch
             yield batch
 
-    def _copy(self, batch: HostBatch) -> tuple[Tensor, ...]:
+    def _copy(self, batch: HostBatch) -> tuple[Any, ...]:
         if self._accelerator is None or self._copy_stream is None:
             return self._prepare(batch)
         # Memory that the consumer has let go is filled anew here: not before its queued work is done.
@@ -135,23 +167,38 @@ class DeviceLoader:
         with self._accelerator.stream(self._copy_stream):
             return self._prepare(batch)
 
-    def _prepare(self, batch: HostBatch) -> tuple[Tensor, ...]:
-        images, labels, indices, seeds = batch
-        images = images.to(self._device, non_blocking=True).to(torch.float32)
-        labels = labels.to(self._device, non_blocking=True)
+    def _prepare(self, batch: HostBatch) -> tuple[Any, ...]:
+        labels = batch.labels.to(self._device, non_blocking=True)
+        images: Tensor | Clips
+        if isinstance(batch.images, Clips):
+            frames = batch.images.frames.to(self._device, non_blocking=True).transpose(1, 2)
+            seconds = batch.images.seconds.to(self._device, non_blocking=True)
+            images = Clips(self._normalize(frames, batch.seeds), seconds)
+        else:
+            images = self._normalize(batch.images.to(self._device, non_blocking=True), batch.seeds)
+        return (images, labels, batch.indices) if self._with_indices else (images, labels)
+
+    def _normalize(self, images: Tensor, seeds: Tensor) -> Tensor:
+        """Shapes: uint8 (batch, 3, [frames], height, width) -> the same, floating point"""
+        images = images.to(torch.float32, memory_format=torch.contiguous_format)
         # In float32 and cast at the end: in bfloat16 the mean itself would be rounded.
-        images.sub_(self._mean).div_(self._std)
+        scale = (3,) + (1,) * (images.ndim - 2)
+        images.sub_(self._mean.view(scale)).div_(self._std.view(scale))
         if self._erase is not None:
             with preserved_randomness():
                 for image, seed in zip(images, seeds.tolist(), strict=True):
                     seed_generators(seed)
-                    self._erase(image)
-        images = images.to(self._dtype)
-        return (images, labels, indices) if self._with_indices else (images, labels)
+                    # Frames as channels: all of a clip lose the same rectangle.
+                    self._erase(image.flatten(0, -3))
+        return images.to(self._dtype)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
 
 
 def create_loader(
-    dataset: ImageSource | IterableSource,
+    dataset: ImageSource | IterableSource | ClipSource,
     *,
     batch_size: int,
     transform: Transform,
@@ -174,11 +221,15 @@ def create_loader(
     process would; what is left at the end is dropped. In evaluation every image comes once, on one rank. What an image
     looks like follows from seed, epoch and its index alone.
 
+    Where a source of clips skips those that cannot be read, the next one in the source takes their place in training,
+    so that batches keep their size on every rank; in evaluation they are left out.
+
     Args:
         dataset: what `open_dataset` gives, or anything with its items.
         batch_size: images a step over all ranks together.
-        transform: from uint8 (3, any height, any width) to uint8 (3, height, width); it draws from torch's, Python's or
-            NumPy's global generator, which is seeded before each image.
+        transform: from uint8 (3, any height, any width), of clips (frames, 3, any height, any width), to uint8 of one
+            height and width, all frames alike; it draws from torch's, Python's or NumPy's global generator, which is
+            seeded before each image or clip.
         device: where batches go.
         training: shuffle and drop the rest, or every image once in order.
         num_workers: processes that decode; 0 decodes in this one.
@@ -216,7 +267,7 @@ def create_loader(
         num_images, num_batches = estimate_stream(len(dataset), local_batch, training, num_workers, rank, world_size)
     else:
         order = BatchOrder(len(dataset), local_batch, training=training, seed=seed, rank=rank, world_size=world_size)
-        batches = DataLoader(IndexedSamples(dataset, transform, seed), batch_sampler=order, **options)
+        batches = DataLoader(IndexedSamples(dataset, transform, seed, training), batch_sampler=order, **options)
         num_images, num_batches = order.num_images, len(order)
     return DeviceLoader(
         batches,
@@ -231,11 +282,12 @@ def create_loader(
         dtype=dtype,
         with_indices=with_indices,
         accelerator=accelerator or (torch.cuda if device.type == "cuda" else None),
+        is_alone=world_size == 1,
     )
 
 
 def _check(
-    dataset: ImageSource | IterableSource,
+    dataset: ImageSource | IterableSource | ClipSource,
     batch_size: int,
     training: bool,
     num_workers: int,
