@@ -10,9 +10,11 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
+from vision_rope.config import MotionConfig
 from vision_rope.data.clip_sampling import ClipSampling
 from vision_rope.data.clips import ClipSource
 from vision_rope.data.folders import Split, choose_items, hold_out, list_files, list_images
+from vision_rope.data.motion import MotionSource
 from vision_rope.data.sources import EvenPart, FileSource, ImageSource, IterableSource
 from vision_rope.data.timm_datasets import TIMM_PREFIXES, open_timm
 from vision_rope.data.video_datasets import CLIP_DATASETS
@@ -33,12 +35,14 @@ def open_dataset(
     download: bool = False,
     sampling: ClipSampling | None = None,
     skip_broken: bool = False,
+    motion: MotionConfig | None = None,
 ) -> Source:
     """Open one split of a data set.
 
     Args:
         source: elpv, folder:PATH, images:PATH (no labels), or a name of timm's: torch/cifar10, hfds/NAME, wds/NAME;
-            clips: videos:PATH (a folder or a .csv list) or frames:PATH (a folder of images a clip).
+            clips: videos:PATH (a folder or a .csv list), frames:PATH (a folder of images a clip) or motion:SOURCE
+            (made from the photographs of any of those sources of images).
         split: train or validation.
         root: the folder that timm's names are looked up in.
         train_split: what the source itself calls the training split.
@@ -48,6 +52,7 @@ def open_dataset(
         download: let timm and torchvision download the data set.
         sampling: which frames make a clip; for clips alone, which need it.
         skip_broken: leave clips out that cannot be read, which loaders report; else they are an error.
+        motion: what moves how in clips of motion:SOURCE; none takes the defaults.
 
     Raises:
         ValueError: for an unknown source, an option that the source cannot follow, a folder without images.
@@ -60,21 +65,34 @@ def open_dataset(
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction is {val_fraction}, but it must lie between 0 and 1")
     name, _, path = source.partition(":")
+    if name == "motion":
+        photographs = open_dataset(
+            path,
+            split,
+            root=root,
+            train_split=train_split,
+            val_split=val_split,
+            val_fraction=val_fraction,
+            split_seed=split_seed,
+            download=download,
+        )
+        return open_motion(photographs, sampling, motion or MotionConfig())
     if name not in CLIP_DATASETS and (sampling is not None or skip_broken):
         raise ValueError(
             f"sampling and skip_broken are for clips, but {source} gives images; choose "
-            f"{' or '.join(f'{entry}:PATH' for entry in CLIP_DATASETS)}, or leave them out"
+            f"{', '.join(f'{entry}:PATH' for entry in CLIP_DATASETS)} or motion:SOURCE, or leave them out"
         )
     if source.split("/")[0] in TIMM_PREFIXES and "/" in source:
         own_split = train_split if split == "train" else val_split
         return open_timm(source, own_split, root=root, is_training=split == "train", seed=split_seed, download=download)
     if name not in DATASETS and name not in CLIP_DATASETS:
-        known = [*DATASETS, *CLIP_DATASETS, *(f"{prefix}/" for prefix in TIMM_PREFIXES)]
+        known = [*DATASETS, *CLIP_DATASETS, "motion", *(f"{prefix}/" for prefix in TIMM_PREFIXES)]
         close = difflib.get_close_matches(name.split("/")[0], [entry.strip("/") for entry in known], n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(
             f"data source {source!r} is unknown; choose elpv, folder:PATH, images:PATH, videos:PATH, frames:PATH, "
-            f"or a name of timm's beginning with {', '.join(f'{prefix}/' for prefix in TIMM_PREFIXES)}{hint}"
+            "motion:SOURCE, or a name of timm's beginning with "
+            f"{', '.join(f'{prefix}/' for prefix in TIMM_PREFIXES)}{hint}"
         )
     if root is not None:
         raise ValueError(f"root is {root!r}, but only timm's names are looked up in it; leave it out with {source}")
@@ -153,6 +171,29 @@ def open_images(
     keys = [Path(file).relative_to(folder).as_posix() for file in files]
     chosen = hold_out(keys, [""] * len(keys), split, val_fraction, split_seed)
     return FileSource(f"images:{path}", ["image"], [files[index] for index in chosen], [0] * len(chosen))
+
+
+def open_motion(photographs: Source, sampling: ClipSampling | None, motion: MotionConfig) -> MotionSource:
+    """Make clips from photographs.
+
+    Raises:
+        ValueError: for photographs without random access, clips of no length and frames of no rate.
+    """
+    if not isinstance(photographs, ImageSource):
+        kind = "a stream, which has no photograph number 5" if isinstance(photographs, IterableSource) else "clips"
+        raise ValueError(
+            f"motion:{photographs.name} is to be made from photographs, but {photographs.name} gives {kind}; choose "
+            "motion:folder:PATH, motion:images:PATH or another source of images"
+        )
+    if sampling is None:
+        raise ValueError(
+            f"motion:{photographs.name} gives clips, which need sampling: how many frames (video.num_frames)"
+        )
+    if sampling.fps is None:
+        raise ValueError(
+            f"motion:{photographs.name} can be made at any rate, so fps must say which; give video.fps, for instance 8"
+        )
+    return MotionSource(photographs, motion, num_frames=sampling.num_frames, fps=sampling.fps)
 
 
 def take_evenly(dataset: Source, count: int | None) -> Source:

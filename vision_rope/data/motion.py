@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
@@ -44,6 +45,14 @@ class MotionSource(ClipSource):
         self._seconds = torch.arange(num_frames, dtype=torch.float64) / fps
         self._shrink = eval_transform(motion.size, interpolation="bilinear")
         self._cache: dict[int, Tensor] = {}
+
+    def sampled(self, num_frames: int, fps: float | None) -> MotionSource:
+        """The same motion at other times; see `ClipSource.sampled`."""
+        if fps is None:
+            raise ValueError(f"fps is none, but {self.name} can be made at any rate; give frames a second")
+        other = copy.copy(self)
+        other._seconds = torch.arange(num_frames, dtype=torch.float64) / fps
+        return other
 
     def __len__(self) -> int:
         return len(self._photographs)
