@@ -51,6 +51,11 @@ def thirds(d):
     return turning + [(".", 0.0)] * (d // 2 - len(turning))
 
 
+def own_ladders(d):
+    pairs = {16: (2, 3, 3), 24: (4, 4, 4), 64: (10, 11, 11), 128: (22, 21, 21)}[d]
+    return [(axis, 100 ** (-i / count)) for axis, count in zip("thw", pairs, strict=True) for i in range(count)]
+
+
 CHUNKS = {16: "tthhhwww", 64: "t" * 8 + "h" * 12 + "w" * 12, 128: "t" * 16 + "h" * 24 + "w" * 24}
 DEALT = {16: "thwthwtt", 64: "thw" * 10 + "tt", 128: "thw" * 20 + "tttt"}
 TIME_LAST = {16: "hwhwhwtt", 64: "hw" * 12 + "t" * 8, 128: "hw" * 24 + "t" * 16}
@@ -71,9 +76,10 @@ FORMULAS = {
     "qwen3-vl": lambda d: one_ladder(d, 5000000, DEALT),
     "v-jepa2": thirds,
     "videorope": lambda d: one_ladder(d, 1000000, TIME_LAST),
+    "axial-3d": own_ladders,
 }
-# The one with learned frequencies is drawn at random; its formula is compared with the peer's own draw in test_golden.
-LEARNED = ["rope-vit-mixed"]
+# Those with learned frequencies are drawn at random; test_golden compares the first with the peer's own draw.
+LEARNED = ["rope-vit-mixed", "mixed-3d"]
 
 
 def test_no_preset_is_without_its_formula():
@@ -107,6 +113,8 @@ def test_pairings_and_coordinates_are_those_of_the_field(name):
         own = 2 * (own + 0.5) / torch.tensor([3.0, 5.0]) - 1
     elif name in ("perception-encoder", "llama4-vision"):
         own = own + 1
+    elif name == "videorope":
+        own = vr.multimodal_positions([vr.Video(*GRIDS[3])], "videorope")
     assert_close(rope.positions(*GRIDS[rope.axes]), own)
 
 
@@ -198,7 +206,9 @@ def check_axes_and_channels(turn, rope):
             turned = turn(x, positions)[0]
             others = [channel for channel in range(rope.head_dim) if channel not in (first, second)]
             assert not turned[:, others].any()
-            assert torch.equal(turned[0], turned[stride]) == (owner not in (axis, "*"))
+            # On VideoRoPE's diagonal rows and columns go with time.
+            takes_part = owner in (axis, "*") or (rope.name == "videorope" and axis == "t")
+            assert torch.equal(turned[0], turned[stride]) == (not takes_part)
 
 
 def check_formula(turn, rope):
@@ -330,9 +340,10 @@ def test_broken_variants_are_caught(broken, caught_by, name):
             CHECKS[check](broken(rope), rope)
 
 
+@pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize(("broken", "caught_by"), BROKEN)
-def test_broken_variants_of_the_learned_preset_are_caught(broken, caught_by):
-    rope = vr.preset("rope-vit-mixed", head_dim=64)
+def test_broken_variants_of_the_learned_presets_are_caught(broken, caught_by, name):
+    rope = vr.preset(name, head_dim=64)
     for check in caught_by:
         # Every pair turns with both axes here, and the formula is checked near zero alone, where bf16 counts exactly.
         if check != "axes" and broken is not turn_with_bf16_positions:
@@ -425,12 +436,41 @@ def test_presets_on_meta(name):
     assert rotation.cos.shape[-2:] == (len(positions), 8)
 
 
+def test_mixed_3d_begins_with_three_directions_at_right_angles():
+    """In each layer and head its own, with the magnitudes and the split of axial-3d, base 10."""
+    rope = vr.preset("mixed-3d", head_dim=64, num_heads=3, depth=2)
+    parts = rope.frequencies.detach().split((10, 11, 11), dim=-1)
+    for part in parts:
+        count = part.shape[-1]
+        magnitudes = torch.tensor([10 ** (-i / count) for i in range(count)])
+        assert_close(part.norm(dim=-2), magnitudes.expand(2, 3, -1), atol=1e-6, rtol=1e-5)
+    first = torch.stack([part[..., 0] for part in parts], dim=-1)
+    assert_close(first.mT @ first, torch.eye(3).expand(2, 3, 3, 3), atol=1e-5, rtol=0)
+    assert len({tuple(row) for row in first.reshape(6, 9).tolist()}) == 6
+    again, other = (
+        vr.preset("mixed-3d", head_dim=64, generator=torch.Generator().manual_seed(seed)).frequencies for seed in (1, 2)
+    )
+    same = vr.preset("mixed-3d", head_dim=64, generator=torch.Generator().manual_seed(1)).frequencies
+    assert torch.equal(again, same)
+    assert not torch.equal(again, other)
+    assert_close(vr.preset("mixed-3d", head_dim=64, base=100.0).frequencies[0, 0, :, 1].norm().item(), 100 ** (-1 / 10))
+
+
+def test_videorope_takes_another_scale_of_time():
+    rope = vr.preset("videorope", head_dim=64, time_scale=0.5)
+    expected = vr.multimodal_positions([vr.Video(3, 2, 5)], "videorope", time_scale=0.5)
+    assert torch.equal(rope.positions(3, 2, 5), expected)
+    with pytest.raises(ValueError, match="diagonal is 0; it must be a positive number"):
+        vr.preset("videorope", head_dim=64, time_scale=0)
+
+
 # --- heads that do not fit ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "head_dim", "nearest"), [
     ("roformer", 9, 8), ("llama", 1, 2), ("pixtral", 10, 8), ("gemma4-vision", 18, 16), ("qwen2-vl-vision", 6, 8),
     ("qwen2-vl", 4, 6), ("qwen3-vl", 9, 8), ("v-jepa2", 2, 6), ("v-jepa2", 65, 64), ("videorope", 0, 6),
+    ("axial-3d", 4, 6), ("mixed-3d", 7, 6),
 ])  # fmt: skip
 def test_heads_that_do_not_fit_are_refused(name, head_dim, nearest):
     """Failure class 8: the rule and the nearest head that fits."""
@@ -451,9 +491,9 @@ def test_v_jepa2_leaves_the_documented_rest_unrotated(head_dim, rest):
     assert (turned[..., : head_dim - 2 * rest] != x[..., : head_dim - 2 * rest]).all()
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if vr.preset(name, head_dim=24).axes != 2])
+@pytest.mark.parametrize("name", [name for name in PRESETS if vr.preset(name, head_dim=24).axes == 1])
 def test_presets_without_a_grid_of_images_are_refused_by_timm_models(name):
-    with pytest.raises(ValueError, match=rf"{name}.* has axes [13] and the model needs 2; choose a 2D preset"):
+    with pytest.raises(ValueError, match=rf"{name}.* has axes 1 and the model needs 2 or 3; choose a 2D or 3D preset"):
         vr.create_model("vit_tiny_patch16_224", position=name, depth=1, num_classes=0)
 
 

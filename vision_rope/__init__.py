@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from vision_rope.rope import Rope, extend
     from vision_rope.rope_presets import preset, presets
     from vision_rope.rotation import Rotation, pairing_permutation, rotate, rotate_qkv
+    from vision_rope.video.vit import video_vit
 
 __version__ = "0.1.0"
 
@@ -80,6 +81,7 @@ _HOMES = {
         "VideoMemory",
         "replace_memory_attention",
     ),
+    "video.vit": ("video_vit",),
     "checkpoint": ("load_model", "load_run", "save_model"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -124,6 +126,7 @@ __all__ = [
     "save_model",
     "set_extension",
     "timm_state_dict",
+    "video_vit",
     "with_prefix",
 ]
 

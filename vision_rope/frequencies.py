@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -135,6 +136,39 @@ def mixed_frequencies(
     rows = torch.cat([magnitude * angle.sin() for angle in directions], dim=-1)
     columns = torch.cat([magnitude * angle.cos() for angle in directions], dim=-1)
     return torch.stack((rows, columns), dim=-2)
+
+
+def split_pairs(pairs: int) -> tuple[int, int, int]:
+    """Pairs of (t, h, w), as equal as can be; rows and columns have equally many."""
+    third, rest = divmod(pairs, 3)
+    return third + (rest == 1), third + (rest == 2), third + (rest == 2)
+
+
+def mixed_frequencies_3d(
+    head_dim: int,
+    num_heads: int,
+    depth: int,
+    *,
+    base: float = 10.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Initial frequencies of RoPE-Mixed with an axis of time: every pair turns with all three axes.
+
+    A third of a head's pairs points in each of three directions at right angles, drawn for each layer and head, with
+    magnitudes of an axial ladder.
+
+    Shapes: -> (depth, num_heads, 3, head_dim / 2) float32; axes are (t, h, w).
+    Source: `mixed_frequencies`, whose two directions are three here.
+    """
+    drawn = torch.randn(depth, num_heads, 2, 3, dtype=torch.float32, generator=generator)
+    first = F.normalize(drawn[..., 0, :], dim=-1)
+    second = F.normalize(drawn[..., 1, :] - (drawn[..., 1, :] * first).sum(-1, keepdim=True) * first, dim=-1)
+    directions = (first, second, torch.linalg.cross(first, second))
+    parts = [
+        direction[..., None] * ladder(pairs, base).to(device=drawn.device, dtype=torch.float32)
+        for direction, pairs in zip(directions, split_pairs(head_dim // 2), strict=True)
+    ]
+    return torch.cat(parts, dim=-1)
 
 
 def angles(positions: Tensor, frequencies: Tensor) -> Tensor:

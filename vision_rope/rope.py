@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_rope.extension import Extension, check_grid, check_method, compute_extension
@@ -82,14 +83,19 @@ class Rope(nn.Module):
         device = None if self.learned_frequencies is None else self.learned_frequencies.device
         return self._extended_frequencies(device or torch.device("cpu"), self.extension).float()
 
-    def positions(self, *size: int, device: torch.device | str | None = None) -> Tensor:
+    def positions(self, *size: int, times: Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
         """Positions of a grid in this embedding's own coordinates.
 
-        Shapes: size (n), (h, w) or (t, h, w) -> (tokens, axes).
-        Raises: ValueError where the size has another number of axes than the embedding.
+        Args:
+            times: of three axes, where the steps sit in time instead of at 0, 1, 2, ...; fractions are welcome.
+
+        Shapes: size (n), (h, w) or (t, h, w), times (t) or (batch, t) -> (tokens, axes), with the batch in front where
+            given.
+        Raises: ValueError where the size has another number of axes than the embedding, or the times do not fit.
         """
         self._check_size(size)
-        return self.coordinates.positions(*size, device=device)
+        self._check_times(times, size)
+        return self.coordinates.positions(*size, times=times, device=device)
 
     def forward(self, positions: Tensor, layer: int = 0) -> Rotation:
         """The rotation of tokens at these positions in one layer.
@@ -122,8 +128,10 @@ class Rope(nn.Module):
         self,
         *size: int,
         num_prefix_tokens: int = 0,
+        repeats: int = 1,
+        times: Tensor | None = None,
         augment: bool = False,
-        extension: ExtensionChoice | None = None,
+        extension: ExtensionChoice | Extension | None = None,
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
     ) -> list[Rotation]:
@@ -134,33 +142,42 @@ class Rope(nn.Module):
         do not write into them.
 
         Args:
+            repeats: this many such grids, one after the other.
+            times: as of `positions`; such rotations are not kept.
             augment: move the coordinates at random, as training does where the embedding's coordinates say so.
-            extension: method, trained grid and options of a context extension for this call, as `extend` takes them.
+            extension: method, trained grid and options of a context extension for this call, as `extend` takes them,
+                or one that `extension_for` has made.
             generator: source of the random numbers of `augment`.
 
-        Shapes: size (n), (h, w) or (t, h, w) -> cos, sin (heads or 1, num_prefix_tokens + tokens, head_dim / 2).
+        Shapes: size (n), (h, w) or (t, h, w), times (t) or (batch, t) -> cos, sin (heads or 1, num_prefix_tokens +
+            repeats * tokens, head_dim / 2), with the batch in front where given.
         Raises: ValueError where the size has another number of axes than the embedding.
         """
         self._check_size(size)
+        self._check_times(times, size)
         device = torch.get_default_device() if device is None else torch.device(device)
         drawn = augment and self.coordinates.augmented
-        key = None if drawn else self._key(size, num_prefix_tokens, extension, device)
+        fleeting = drawn or times is not None or isinstance(extension, Extension)
+        key = None if fleeting else self._key((repeats, *size), num_prefix_tokens, extension, device)
         kept = self._kept  # read once: another thread may replace it
         if key is not None and kept is not None and kept[0] == key:
             return kept[1]
         # Inference tensors kept here would break the training that follows.
         with nullcontext() if key is None else torch.inference_mode(False):
             chosen = self.extension
-            if extension is not None:
+            if isinstance(extension, Extension):
+                chosen = extension
+            elif extension is not None:
                 method, train_size, knobs = extension
                 chosen = self.extension_for(method, train_size=train_size, size=size, **knobs)
-            axes = self.coordinates.axes(*size, device=device)
+            axes = self.coordinates.axes(*size, times=times, device=device)
             if drawn:
                 axes = self.coordinates.augment_axes(axes, generator)
-            frequencies = self._extended_frequencies(device, chosen)
+            frequencies = self.coordinates.along_axes(self._extended_frequencies(device, chosen))
             scale = 1.0 if chosen is None else chosen.attention_scale
-            by_axis = frequencies.unsqueeze(-2).unbind(-3)
-            angle = torch.cat([axis.unsqueeze(-1) * f for axis, f in zip(axes, by_axis, strict=True)], dim=-2)
+            angle = _angles_of_axes(axes, frequencies)
+            if repeats > 1:
+                angle, size = F.pad(angle, (0, 0, repeats, 0)), (repeats, *size)
             by_layer = outer_rotations(angle, size, self.pairing, num_prefix_tokens, scale)
         rotations = by_layer * (self.depth // len(by_layer))
         # A fake tensor, which tools trace with, would outlive its tool.
@@ -211,8 +228,19 @@ class Rope(nn.Module):
                 f"{len(size)}; give one length for each axis, rows before columns"
             )
 
+    def _check_times(self, times: Tensor | None, size: Sequence[int]) -> None:
+        if times is None:
+            return
+        if self.axes != 3:
+            raise ValueError(f"times are given and {self.name} has no axis of time; leave them out")
+        if times.ndim not in (1, 2) or times.shape[-1] != size[0]:
+            raise ValueError(
+                f"times have shape {tuple(times.shape)} and the grid {tuple(size)} has {size[0]} steps; give one a "
+                f"step: ({size[0]}), or (batch, {size[0]}) where samples differ"
+            )
+
     def _key(
-        self, size: Sequence[int], num_prefix_tokens: int, extension: ExtensionChoice | None, device: torch.device
+        self, size: Sequence[int], num_prefix_tokens: int, extension: Any, device: torch.device
     ) -> tuple[Any, ...] | None:
         """Everything that the rotations of a grid depend on; None where they may not be kept."""
         tracing = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
@@ -287,6 +315,21 @@ class Rope(nn.Module):
         if key in state_dict:
             state_dict[key] = state_dict[key].float()
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _angles_of_axes(axes: Sequence[Tensor], frequencies: Tensor) -> Tensor:
+    """The angles that the coordinates of each axis alone turn by, an axis after the other.
+
+    Shapes: axes one tensor each, the first (steps) or (batch, steps), frequencies (layers, heads or 1, axes, pairs) ->
+        (layers, heads or 1, sum of lengths, pairs), with the batch behind the layers where given
+    """
+    by_axis = frequencies.unsqueeze(-2).unbind(-3)
+    if axes[0].ndim == 1:
+        return torch.cat([axis.unsqueeze(-1) * f for axis, f in zip(axes, by_axis, strict=True)], dim=-2)
+    batch = len(axes[0])
+    beside = zip((axes[0][:, None], *axes[1:]), by_axis, strict=True)
+    parts = [axis.unsqueeze(-1) * f.unsqueeze(1) for axis, f in beside]
+    return torch.cat([part.expand(-1, batch, -1, -1, -1) for part in parts], dim=-2)
 
 
 def extend(rope: Rope, method: str, *, train_size: Sequence[int], size: Sequence[int], **knobs: Any) -> Rope:

@@ -14,7 +14,14 @@ import torch
 from vision_rope.frequencies import Ladder, axial_ladders, check_head_dim, ladders_between, mixed_frequencies
 from vision_rope.positions import Coordinates, Normalize
 from vision_rope.rope import Rope
-from vision_rope.rope_presets_video import build_qwen2_vl, build_qwen3_vl, build_v_jepa2, build_videorope
+from vision_rope.rope_presets_video import (
+    build_axial_3d,
+    build_mixed_3d,
+    build_qwen2_vl,
+    build_qwen3_vl,
+    build_v_jepa2,
+    build_videorope,
+)
 from vision_rope.rotation import PAIRINGS, Pairing
 from vision_rope.suggestion import did_you_mean
 
@@ -318,7 +325,11 @@ PRESETS: dict[str, Preset] = {
     "qwen2-vl": Preset("3D M-RoPE, one ladder cut into chunks t, h, w (Qwen2-VL, Qwen2.5-VL)", build_qwen2_vl),
     "qwen3-vl": Preset("3D M-RoPE, one ladder dealt out t, h, w, t, h, w, ... (Qwen3-VL)", build_qwen3_vl),
     "v-jepa2": Preset("3D axial, a third of the pairs an axis, the rest unrotated", build_v_jepa2),
-    "videorope": Preset("3D, time on the slowest pairs, h and w alternating on the others", build_videorope),
+    "videorope": Preset(
+        "3D, time on the slowest pairs, h and w alternating on the others, frames on a diagonal", build_videorope
+    ),
+    "axial-3d": Preset("3D axial, base 100, a third of the pairs an axis", build_axial_3d),
+    "mixed-3d": Preset("3D, learned, every pair turns with all axes", build_mixed_3d),
 }
 
 

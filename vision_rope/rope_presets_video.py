@@ -5,9 +5,13 @@ Text has t = h = w, so that it turns as in one dimension; `vision_rope.multimoda
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
-from vision_rope.frequencies import Ladder, shared_ladder
+import torch
+
+from vision_rope.frequencies import Ladder, mixed_frequencies_3d, shared_ladder, split_pairs
+from vision_rope.positions import Coordinates
 from vision_rope.rope import Rope
 from vision_rope.rotation import Pairing
 
@@ -77,14 +81,18 @@ def build_videorope(
     *,
     base: float = 1000000.0,
     sections: Sequence[int] | None = None,
+    time_scale: float = 2.0,
     pairing: Pairing = "half",
 ) -> Rope:
     """Three axes, one ladder: rows and columns alternate on its fast pairs, time has the slowest.
 
-    Positions of a grid are indices; VideoRoPE's own layout, frames centred on a diagonal and time scaled by 2, is
-    multimodal_positions(segments, "videorope").
+    Frames are centred on the diagonal of time: a token's position is (t, t + row - (rows - 1) // 2, t + column -
+    (columns - 1) // 2) with t = time_scale * step, as multimodal_positions(segments, "videorope") has it. More frames
+    so take rows and columns to positions that training never had, and context extension, which counts the lengths of
+    the grid, treats time alone; factors="max" treats all three alike.
 
     Args:
+        time_scale: positions a step of time; 2 in the paper.
         sections: pairs of (t, h, w), h equal to w or one more; by default 16 : 24 : 24 of 64, rows and columns rounded
             down to equal numbers.
 
@@ -98,7 +106,15 @@ def build_videorope(
             f"sections is {(t, h, w)}; rows and columns alternate in videorope, so h must equal w or be one more"
         )
     ladders = shared_ladder(base, ([H, W] * h)[: h + w] + [T] * t, axes=3)
-    return Rope(head_dim=head_dim, axes=3, pairing=pairing, ladders=ladders, depth=depth, name="videorope")
+    return Rope(
+        head_dim=head_dim,
+        axes=3,
+        pairing=pairing,
+        ladders=ladders,
+        depth=depth,
+        coordinates=Coordinates(diagonal=time_scale),
+        name="videorope",
+    )
 
 
 def build_v_jepa2(
@@ -121,6 +137,52 @@ def build_v_jepa2(
         Ladder(base=base, pairs=pairs, slots=tuple(range(axis * pairs, (axis + 1) * pairs))) for axis in (T, H, W)
     ]
     return Rope(head_dim=head_dim, axes=3, pairing=pairing, ladders=ladders, depth=depth, name="v-jepa2")
+
+
+def build_axial_3d(
+    head_dim: int, num_heads: int, depth: int, *, base: float = 100.0, pairing: Pairing = "interleaved"
+) -> Rope:
+    """Three axes with a ladder each, on as equal parts of a head's pairs as there are; every pair turns.
+
+    rope-vit-axial with time. Rows and columns have equally many pairs: of pairs that three does not divide, one that is
+    left goes to time, two go to row and column (head_dim 64: 10, 11 and 11). An axis with p pairs has the frequencies
+    base ** (-i / p).
+
+    Pairs: the first third with time, the second with the row, the last with the column.
+    Source: Heo et al., Rotary Position Embedding for Vision Transformer (arXiv 2403.13298), section 3.2, with an axis
+        more.
+    """
+    _check_head_dim(head_dim)
+    ladders, start = [], 0
+    for pairs in split_pairs(head_dim // 2):
+        ladders.append(Ladder(base=base, pairs=pairs, slots=tuple(range(start, start + pairs))))
+        start += pairs
+    return Rope(head_dim=head_dim, axes=3, pairing=pairing, ladders=ladders, depth=depth, name="axial-3d")
+
+
+def build_mixed_3d(
+    head_dim: int,
+    num_heads: int,
+    depth: int,
+    *,
+    base: float = 10.0,
+    pairing: Pairing = "interleaved",
+    generator: torch.Generator | None = None,
+) -> Rope:
+    """Three axes, learned: every pair turns with time, row and column, at its own speeds in each layer and head.
+
+    rope-vit-mixed with time. Pairs begin in three directions at right angles to each other, drawn for each layer and
+    head, as many in each as axial-3d has for its axes and with its magnitudes.
+
+    Pairs: all with time, row and column.
+    Source: Heo et al. (arXiv 2403.13298), section 3.2, with an axis more.
+    """
+    _check_head_dim(head_dim)
+    draw = functools.partial(mixed_frequencies_3d, head_dim, num_heads, depth, base=base)
+    rope = Rope(head_dim=head_dim, axes=3, pairing=pairing, initial_frequencies=draw, depth=depth, name="mixed-3d")
+    if generator is not None:
+        rope.reset_parameters(generator)
+    return rope
 
 
 def _sections(

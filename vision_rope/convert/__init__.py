@@ -37,6 +37,7 @@ __all__ = [
     "check_position",
     "convert_pairing",
     "create_model",
+    "create_timm_model",
     "forward_packed",
     "set_extension",
     "timm_state_dict",
@@ -104,17 +105,7 @@ def create_model(
 
     Raises: ValueError for an unknown model name, a family that is not supported, or a wrong encoding or option.
     """
-    if not timm.is_model(name):
-        nearest = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = f"; did you mean {', '.join(nearest)}?" if nearest else "; timm.list_models() lists them"
-        raise ValueError(f"name is {name!r}, which is no timm model{hint}")
-    check_position(position, position_options or {})
-    if timm_options.get("features_only"):
-        raise ValueError(
-            "features_only wraps the model before it gets its positions; leave it out and call "
-            "model.forward_intermediates(images)"
-        )
-    model = timm.create_model(name, pretrained=pretrained, **timm_options)
+    model = create_timm_model(name, position, position_options or {}, pretrained=pretrained, **timm_options)
     return add_position(
         model,
         position,
@@ -123,6 +114,26 @@ def create_model(
         attention_options=attention_options,
         **(position_options or {}),
     )
+
+
+def create_timm_model(
+    name: str, position: str | Rope, position_options: dict[str, Any], *, pretrained: bool = False, **timm_options: Any
+) -> nn.Module:
+    """timm's model of a name, once the position encoding that it is to get is known to exist.
+
+    Raises: ValueError for an unknown model name, encoding or option.
+    """
+    if not timm.is_model(name):
+        nearest = difflib.get_close_matches(name, timm.list_models(), n=3)
+        hint = f"; did you mean {', '.join(nearest)}?" if nearest else "; timm.list_models() lists them"
+        raise ValueError(f"name is {name!r}, which is no timm model{hint}")
+    check_position(position, position_options)
+    if timm_options.get("features_only"):
+        raise ValueError(
+            "features_only wraps the model before it gets its positions; leave it out and call "
+            "model.forward_intermediates(images)"
+        )
+    return timm.create_model(name, pretrained=pretrained, **timm_options)
 
 
 def add_position(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,25 @@ from vision_rope.turning import is_unobserved
 OfOneGrid = Rotation | RelativeTerms
 
 
+class Arrangement(ABC):
+    """Attention in parts, where not every token looks at every other one.
+
+    Attributes:
+        rotation: of all tokens at once; None where their positions turn nothing.
+    """
+
+    rotation: Rotation | None
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """Attention of the parts: attend(q, k, v, mask, is_causal, position) is that of one of them.
+
+        Shapes: q, k, v (batch, heads, tokens, head_dim), turned already -> the same
+        """
+
+
 @dataclass(eq=False)
-class Packed:
+class Packed(Arrangement):
     """Positions of images whose tokens lie in one sequence, one image after the other; each attends to itself alone.
 
     Attributes:
@@ -36,7 +54,7 @@ class Packed:
     rotation: Rotation | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """Attention of each run by itself, its images a batch: attend(q, k, v, mask, is_causal, position).
+        """Attention of each run by itself, its images a batch.
 
         Shapes: q, k, v (1, heads, tokens of all images, head_dim) -> the same
         """
@@ -45,7 +63,7 @@ class Packed:
         return join_runs(attended, self.runs, (1,))
 
 
-Position = OfOneGrid | Packed
+Position = OfOneGrid | Arrangement
 
 
 class PositionedAttention(nn.Module):
@@ -74,7 +92,7 @@ class PositionedAttention(nn.Module):
         """Shapes: x (batch, tokens, dim) -> (batch, tokens, dim)."""
         if rope is None:
             return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
-        if isinstance(rope, Packed):
+        if isinstance(rope, Arrangement):
             return self._project(rope.attend(*self._split(x, rope.rotation), self._attend), x)
         return self._project(self._attend(*self._split(x, rope), attn_mask, is_causal, rope), x)
 

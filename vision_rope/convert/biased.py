@@ -15,7 +15,7 @@ from timm.models import beit
 from timm.models import vision_transformer_relpos as relpos
 from torch import Tensor, nn
 
-from vision_rope.convert.attention import Packed, Position, PositionedAttention, packed_with_biases
+from vision_rope.convert.attention import Arrangement, Position, PositionedAttention, packed_with_biases
 from vision_rope.convert.blocks import PositionedBlock, PositionedResPostBlock
 from vision_rope.convert.conversion import Layers, convert_model, use_grids
 from vision_rope.convert.model import PositionedModel, check_input_size
@@ -35,7 +35,7 @@ class BiasedAttention(PositionedAttention):
         rope: Position | None = None,
     ) -> Tensor:
         """Shapes: x (batch, tokens, dim) -> the same."""
-        assert not isinstance(rope, Packed), "forward_packed refuses models with biases"
+        assert not isinstance(rope, Arrangement), "forward_packed refuses models with biases"
         q, k, v = self._split(x, rope)
         mask, is_causal = add_bias(self._own_bias(), attn_mask, is_causal)
         return self._project(self._attend(q, k, v, position=rope, mask=mask, is_causal=is_causal), x)

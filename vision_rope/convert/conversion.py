@@ -29,9 +29,15 @@ class Layers:
 PLAIN = Layers(BLOCKS, ATTENTIONS)
 
 
-def convert_any_size(model: Any, kind: type[PositionedModel], position: str | Rope, **options: Any) -> PositionedModel:
-    """Make a timm model one of `kind` in place, see `vision_rope.add_position`; then it takes images of any size."""
-    grid = tuple(model.patch_embed.grid_size)
+def convert_any_size(
+    model: Any, kind: type[PositionedModel], position: str | Rope, steps: tuple[int, ...] = (), **options: Any
+) -> PositionedModel:
+    """Make a timm model one of `kind` in place, see `vision_rope.add_position`; then it takes images of any size.
+
+    Args:
+        steps: of a video model, the number of steps that it is built for.
+    """
+    grid = (*steps, *model.patch_embed.grid_size)
     positioned = convert_model(model, kind, position, grid, has_absolute=model.pos_embed is not None, **options)
     accept_any_size(model)
     return positioned

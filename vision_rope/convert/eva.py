@@ -16,11 +16,13 @@ class PositionedEva(PositionedModel, Eva):
     """timm's Eva with a position encoding of this package; made by `add_position`."""
 
 
-def convert(model: Any, position: str | Rope, **options: Any) -> PositionedModel:
-    """Convert a model of this family in place, see `vision_rope.add_position`."""
+def convert(
+    model: Any, position: str | Rope, kind: type[PositionedModel] = PositionedEva, **options: Any
+) -> PositionedModel:
+    """Convert a model of this family in place to one of `kind`, see `vision_rope.add_position`."""
     own = timm_rope(model)
     chosen = own_rope(model) if position == OWN else position
-    positioned = convert_any_size(model, PositionedEva, chosen, **options)
+    positioned = convert_any_size(model, kind, chosen, **options)
     model.rope = None
     model.rope_mixed = False
     adopt_frequencies(positioned, own, position, options)

@@ -10,7 +10,7 @@ from timm.layers import Attention, AttentionRope
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
-from vision_rope.convert.attention import OfOneGrid, Packed, Position, PositionedAttention, PositionedEvaAttention
+from vision_rope.convert.attention import Arrangement, OfOneGrid, Position, PositionedAttention, PositionedEvaAttention
 from vision_rope.linear_attention import check_feature_map, linear_attend, performer_projection
 from vision_rope.rotation import Rotation
 from vision_rope.suggestion import did_you_mean
@@ -83,7 +83,7 @@ class LinearAttention(PositionedAttention):
             )
         # What turns are the features, within the attention.
         q, k, v = self._split(x, None)
-        if isinstance(rope, Packed):
+        if isinstance(rope, Arrangement):
             return self._project(rope.attend(q, k, v, self._attend), x)
         return self._project(self._attend(q, k, v, None, is_causal, rope), x)
 

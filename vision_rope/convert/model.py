@@ -7,6 +7,7 @@ its attention, a rotation or relative terms, as an argument. Nothing of that is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,10 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from vision_rope.convert.attention import Position
 from vision_rope.convert.own_rope import mixed_from_timm
+from vision_rope.convert.position import fit_grid
 from vision_rope.extension import Extension, check_grid, check_name
 from vision_rope.positions import grid_positions, with_prefix
 from vision_rope.relative import RelativeEncoding
-from vision_rope.rope import Rope
+from vision_rope.rope import ExtensionChoice, Rope
 from vision_rope.sinusoidal import Sinusoidal
 
 
@@ -31,14 +33,15 @@ class Start(NamedTuple):
     Attributes:
         tokens: (batch, prefix + patches, dim).
         positions: one a block.
-        grid: rows and columns of the patches; None where images of the batch differ in them.
+        grid: rows and columns of the patches, of a video steps before them; None where images of the batch differ in
+            them.
         mask: who may look at whom, as timm's `attn_mask`.
         valid: (batch, patches) boolean, False for padding; None where there is none.
     """
 
     tokens: Tensor
     positions: Sequence[Position | None]
-    grid: tuple[int, int] | None
+    grid: tuple[int, ...] | None
     mask: Tensor | None
     valid: Tensor | None = None
 
@@ -50,14 +53,14 @@ class PositionedModel(nn.Module):
         position: the encoding as a module: a Rope, a Sinusoidal, a RelativeEncoding, or None (none, learned).
         position_name: the encoding's name.
         attention_name: softmax or linear.
-        train_grid: grid (rows, columns) of patches the model was built for.
+        train_grid: grid of patches the model was built for: (rows, columns), of a video (steps, rows, columns).
         extension: context extension for larger grids: method, training grid and options; None where off.
     """
 
     position: Rope | Sinusoidal | RelativeEncoding | None
     position_name: str
     attention_name: str
-    train_grid: tuple[int, int]
+    train_grid: tuple[int, ...]
     extension: tuple[str, tuple[int, ...], dict[str, Any]] | None
     # timm's order of axes in learned frequencies: "xy" (columns first) or "ij", see `mixed_from_timm`.
     timm_axes: str = "xy"
@@ -121,9 +124,7 @@ class PositionedModel(nn.Module):
         Raises: ValueError where `kept` meets a model that drops patches by itself.
         """
         x, positions = self._place(patches, kept)
-        for block, position in zip(self.blocks, positions, strict=False):
-            x = self._run_block(block, x, attn_mask, is_causal, position)
-        return self.norm(x)
+        return self._run_blocks(x, positions, attn_mask, is_causal)
 
     def forward_intermediates(
         self,
@@ -138,13 +139,16 @@ class PositionedModel(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Any:
-        """Outputs of chosen blocks, with the arguments and return values of timm's method of this name."""
+        """Outputs of chosen blocks, with the arguments and return values of timm's method of this name.
+
+        Maps (output_fmt="NCHW") are (batch, dim, *grid).
+        """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt is {output_fmt!r}; choose NCHW (maps) or NLC (tokens)")
         take, last = feature_take_indices(len(self.blocks), indices)
         start = self._start(x, attn_mask)
         x, grid, prefix = start.tokens, start.grid, self.num_prefix_tokens
-        if output_fmt == "NCHW" and (grid is None or x.shape[1] != prefix + grid[0] * grid[1]):
+        if output_fmt == "NCHW" and (grid is None or x.shape[1] != prefix + math.prod(grid)):
             raise ValueError(
                 "output_fmt is 'NCHW' and patches were dropped, or the images' grids differ; maps need all patches of "
                 "one grid: use 'NLC' or eval mode"
@@ -158,7 +162,7 @@ class PositionedModel(nn.Module):
                 prefixes.append(taken[:, :prefix])
                 tokens = taken[:, prefix:]
                 if output_fmt == "NCHW":
-                    tokens = tokens.unflatten(1, grid).permute(0, 3, 1, 2).contiguous()
+                    tokens = tokens.unflatten(1, grid).movedim(-1, 1).contiguous()
                 maps.append(tokens)
         with_tokens = return_prefix_tokens and prefix > 0
         if output_dict:
@@ -195,7 +199,9 @@ class PositionedModel(nn.Module):
             )
         grid = self.train_grid if train_size is None else self._check_train_size(train_size)
         # A grid that needs extension, so that options are checked now and not in the first forward pass that needs it.
-        extension = self.position.extension_for(method, train_size=grid, size=[2 * length for length in grid], **knobs)
+        trained = fit_grid(grid, self.position.axes)
+        larger = [2 * length for length in trained]
+        extension = self.position.extension_for(method, train_size=trained, size=larger, **knobs)
         if self.attention_name == "linear" and extension is not None and extension.attention_scale != 1.0:
             other = "" if method == "ntk-by-parts" else ", or choose ntk-by-parts without temperature"
             raise ValueError(
@@ -212,7 +218,7 @@ class PositionedModel(nn.Module):
         except ValueError as error:
             raise ValueError(f"{error}; {own}") from None
         # Pixels where patches are meant switch extension off without a word; patches are rarely smaller than 8 pixels.
-        if all(length >= 8 * built for length, built in zip(grid, self.train_grid, strict=True)):
+        if all(length >= 8 * built for length, built in zip(grid[-2:], self.train_grid[-2:], strict=True)):
             raise ValueError(
                 f"train_size is {grid}, which looks like pixels; it counts patches, and {own}: divide by the patch size"
             )
@@ -237,11 +243,17 @@ class PositionedModel(nn.Module):
     def _start(self, x: Tensor, attn_mask: Tensor | None) -> Start:
         """Images (batch, channels, height, width) -> what the blocks get."""
         patches = self.embed_patches(x)
-        return Start(*self._place(patches), (patches.shape[1], patches.shape[2]), attn_mask)
+        return Start(*self._place(patches), tuple(patches.shape[1:-1]), attn_mask)
 
-    def _place(self, patches: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Sequence[Position | None]]:
-        """Patches -> tokens with prefix and absolute embedding, and what each block gets of their positions."""
-        grid = (patches.shape[1], patches.shape[2])
+    def _place(
+        self, patches: Tensor, kept: Tensor | None = None, times: Tensor | None = None
+    ) -> tuple[Tensor, Sequence[Position | None]]:
+        """Patches -> tokens with prefix and absolute embedding, and what each block gets of their positions.
+
+        Args:
+            times: of a video, where its steps sit in time, see `Rope.positions`; None counts them.
+        """
+        grid = tuple(patches.shape[1:-1])
         x = self._pos_embed(patches)
         if isinstance(self.patch_drop, PatchDropoutWithIndices):
             if kept is not None:
@@ -253,32 +265,41 @@ class PositionedModel(nn.Module):
         elif kept is not None:
             prefix, rest = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
             x = torch.cat((prefix, rest.gather(1, kept[..., None].expand(-1, -1, x.shape[-1]))), dim=1)
-        return self.norm_pre(x), self._positions(grid, kept, x.device)
+        return self.norm_pre(x), self._positions(grid, kept, x.device, times)
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        """Patches (batch, rows, columns, dim) -> tokens with prefix; absolute embeddings are added here."""
-        rows, columns = x.shape[1:3]
+        """Patches (batch, *grid, dim) -> tokens with prefix; absolute embeddings are added here."""
+        grid = tuple(x.shape[1:-1])
         if isinstance(self.position, Sinusoidal):
-            x = x + self.position(rows, columns, device=x.device).to(x.dtype).unflatten(0, (rows, columns))
+            x = x + self.position(*grid, device=x.device).to(x.dtype).unflatten(0, grid)
         tokens = (self.cls_token, getattr(self, "dist_token", None), self.reg_token)
         prefix = [token.expand(x.shape[0], -1, -1) for token in tokens if token is not None]
-        x = x.flatten(1, 2)
+        x = x.flatten(1, -2)
         if self.pos_embed is None:
             return self.pos_drop(torch.cat((*prefix, x), dim=1))
-        # Not by timm's method, whose x.view(batch, -1, dim) takes no batch of 0 images.
-        embedding = resample_abs_pos_embed(
-            self.pos_embed,
-            [rows, columns],
-            list(self.patch_embed.grid_size),
-            num_prefix_tokens=0 if self.no_embed_class else self.num_prefix_tokens,
-        )
+        embedding = self._absolute_embedding(grid)
         if self.no_embed_class:
             x = x + embedding
         # A copy in another layout would change the last bits of what follows.
         x = torch.cat((*prefix, x), dim=1) if prefix else x
         return self.pos_drop(x if self.no_embed_class else x + embedding)
 
-    def _positions(self, grid: tuple[int, int], kept: Tensor | None, device: torch.device) -> Sequence[Position | None]:
+    def _absolute_embedding(self, grid: Sequence[int]) -> Tensor:
+        """The model's own absolute embedding, resampled to a grid, with that of prefix tokens where they have one.
+
+        Shapes: -> (1, prefix or 0 + patches, dim)
+        """
+        # Not by timm's method, whose x.view(batch, -1, dim) takes no batch of 0 images.
+        return resample_abs_pos_embed(
+            self.pos_embed,
+            list(grid[-2:]),
+            list(self.patch_embed.grid_size),
+            num_prefix_tokens=0 if self.no_embed_class else self.num_prefix_tokens,
+        )
+
+    def _positions(
+        self, grid: tuple[int, ...], kept: Tensor | None, device: torch.device, times: Tensor | None = None
+    ) -> Sequence[Position | None]:
         """What each block gets, for the patches that are left (kept: (batch, patches) indices; None: all)."""
         encoding = self._encoding_in_attention()
         if encoding is None:
@@ -286,18 +307,22 @@ class PositionedModel(nn.Module):
         if isinstance(encoding, RelativeEncoding):
             positions = grid_positions(*grid, device=device)
             return encoding(positions if kept is None else positions[kept], grid, self.num_prefix_tokens)
+        size, repeats = fit_grid(grid, encoding.axes), math.prod(grid[: -encoding.axes])
         if kept is None:
             return encoding.grid_rotations(
-                *grid,
+                *size,
                 num_prefix_tokens=self.num_prefix_tokens,
+                repeats=repeats,
+                times=times,
                 augment=self.training,
-                extension=self.extension,
+                extension=self._extension_choice() if times is None else self._extension(grid, times),
                 device=device,
             )
-        positions = encoding.positions(*grid, device=device)
+        positions = encoding.positions(*size, times=times, device=device)
         if self.training:
             positions = encoding.coordinates.augment(positions)
-        return encoding.rotations(with_prefix(positions[kept], self.num_prefix_tokens), self._extension(grid))
+        positions = take_places(positions.repeat(repeats, 1) if repeats > 1 else positions, kept)
+        return encoding.rotations(with_prefix(positions, self.num_prefix_tokens), self._extension(grid, times))
 
     def _encoding_in_attention(self) -> Rope | RelativeEncoding | None:
         """The encoding where it acts in attention.
@@ -314,15 +339,39 @@ class PositionedModel(nn.Module):
             )
         return encoding
 
-    def _extension(self, grid: tuple[int, int]) -> Extension | None:
+    def _extension_choice(self) -> ExtensionChoice | None:
+        """The context extension in the axes of the rotary embedding."""
         if self.extension is None or not isinstance(self.position, Rope):
             return None
         method, train_size, knobs = self.extension
-        return self.position.extension_for(method, train_size=train_size, size=grid, **knobs)
+        return method, fit_grid(train_size, self.position.axes), knobs
+
+    def _extension(self, grid: Sequence[int], times: Tensor | None = None) -> Extension | None:
+        """What context extension does on a grid; its axis of time is as long as the times say, where they are given."""
+        choice = self._extension_choice()
+        if choice is None or not isinstance(self.position, Rope):
+            return None
+        method, train_size, knobs = choice
+        size = fit_grid(grid, self.position.axes)
+        if times is not None:
+            size = (time_length(times), *size[1:])
+        return self.position.extension_for(method, train_size=train_size, size=size, **knobs)
 
     def _drop_absolute(self) -> None:
         """Take the model's own absolute embedding away."""
         self.pos_embed = None
+
+    def _run_blocks(
+        self,
+        x: Tensor,
+        positions: Sequence[Position | None],
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """All blocks and the last norm."""
+        for block, position in zip(self.blocks, positions, strict=False):
+            x = self._run_block(block, x, attn_mask, is_causal, position)
+        return self.norm(x)
 
     def _run_block(
         self,
@@ -351,6 +400,22 @@ class PositionedModel(nn.Module):
         """The size in pixels that the patch embedding was built for, where it was built for one."""
         size = getattr(self.patch_embed, "img_size", None)
         return None if size is None else (size[0], size[1])
+
+
+def take_places(positions: Tensor, kept: Tensor) -> Tensor:
+    """The positions of the patches that are left.
+
+    Shapes: positions (patches, axes) or (batch, patches, axes), kept int64 (batch, visible) -> (batch, visible, axes)
+    """
+    if positions.ndim == 2:
+        return positions[kept]
+    return positions.gather(1, kept[..., None].expand(-1, -1, positions.shape[-1]))
+
+
+def time_length(times: Tensor) -> int:
+    """How long an axis of time is, in positions: the last one and one more, as n steps at 0, 1, 2, ... have n."""
+    # A thousandth is rounding, no growth.
+    return math.ceil(times.max().item() - 1e-3) + 1
 
 
 def check_divisible(subject: str, size: Sequence[int], patch: Sequence[int]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from timm.models import get_model_input_config
 from timm.models.naflexvit import NaFlexEmbeds, NaFlexVit, create_attention_mask
@@ -13,12 +12,13 @@ from torch import Tensor, nn
 
 from vision_rope.convert.attention import Position
 from vision_rope.convert.conversion import convert_model
+from vision_rope.convert.joining import join_rotations
 from vision_rope.convert.model import PositionedModel, Start
 from vision_rope.convert.own_rope import OWN, adopt_frequencies, own_rope, timm_rope
+from vision_rope.convert.position import fit_grid
 from vision_rope.positions import with_prefix
 from vision_rope.relative import RelativeEncoding
 from vision_rope.rope import Rope
-from vision_rope.rotation import Rotation
 from vision_rope.sinusoidal import Sinusoidal
 
 
@@ -143,13 +143,13 @@ class PositionedNaFlexVit(PositionedModel, NaFlexVit):
             return encoding(coord, _largest(sizes), self.num_prefix_tokens)
         parts = []
         for (rows, columns), members in sizes.items():
-            table = encoding.positions(rows, columns, device=coord.device)
+            table = encoding.positions(*fit_grid((rows, columns), encoding.axes), device=coord.device)
             if self.training:
                 table = encoding.coordinates.augment(table)
             places = coord[members]
             positions = with_prefix(table[places[..., 0] * columns + places[..., 1]], self.num_prefix_tokens)
             parts.append(encoding.rotations(positions, self._extension((rows, columns))))
-        return _join(parts, list(sizes.values()))
+        return join_rotations(parts, list(sizes.values()))
 
     def _drop_absolute(self) -> None:
         embeds = self.embeds
@@ -191,23 +191,3 @@ def _grid_sizes(coord: Tensor) -> dict[tuple[int, int], list[int]]:
 def _largest(sizes: Collection[tuple[int, int]]) -> tuple[int, int]:
     """The smallest grid that holds grids of all sizes."""
     return max(rows for rows, _ in sizes), max(columns for _, columns in sizes)
-
-
-def _join(parts: Sequence[list[Rotation]], members: Sequence[list[int]]) -> list[Rotation]:
-    """Rotations of parts of a batch, one a layer, as those of the whole batch, of which `members` are the places."""
-    order = torch.tensor([index for part in members for index in part]).argsort().to(parts[0][0].cos.device)
-    shared = all(part[0] is part[-1] for part in parts)
-    joined = [
-        _join_layer(layer, members, order) for layer in zip(*(p[:1] if shared else p for p in parts), strict=True)
-    ]
-    return joined * len(parts[0]) if shared else joined
-
-
-def _join_layer(layer: Sequence[Rotation], members: Sequence[list[int]], order: Tensor) -> Rotation:
-    cos, sin = (torch.cat([getattr(part, name) for part in layer])[order] for name in ("cos", "sin"))
-    scale: Any = layer[0].attention_scale
-    if any(part.attention_scale != scale for part in layer):
-        counts = torch.tensor([len(part) for part in members], device=cos.device)
-        scales = cos.new_tensor([part.attention_scale for part in layer])
-        scale = scales.repeat_interleave(counts)[order].view(-1, 1, 1, 1)
-    return Rotation(cos, sin, layer[0].pairing, scale)

@@ -45,11 +45,11 @@ def build_position(
             if turned == layer.head_dim:
                 raise
             raise ValueError(f"position {position!r} cannot turn num_features = {turned} features: {error}") from error
-        for what, wanted in (("head_dim", turned), ("axes", 2)):
-            if getattr(rope, what) != wanted:
+        for what, wanted in (("head_dim", (turned,)), ("axes", (2, 3))):
+            if getattr(rope, what) not in wanted:
                 raise ValueError(
-                    f"position {rope.name!r} has {what} {getattr(rope, what)} and the model needs {wanted}; choose a "
-                    f"2D preset and build it with head_dim={turned}"
+                    f"position {rope.name!r} has {what} {getattr(rope, what)} and the model needs "
+                    f"{' or '.join(map(str, wanted))}; choose a 2D or 3D preset and build it with head_dim={turned}"
                 )
         if rope.frequencies.shape[1] not in (1, layer.num_heads):
             raise ValueError(
@@ -72,7 +72,7 @@ def build_position(
     encoding = build_encoding(
         position,
         options,
-        axes=2,
+        axes=len(grid),
         size=grid,
         embed_dim=model.embed_dim,
         num_heads=layer.num_heads,
@@ -80,6 +80,11 @@ def build_position(
         depth=len(model.blocks),
     )
     return None if encoding is None else encoding.to(layer.proj.weight)
+
+
+def fit_grid(grid: Sequence[int], axes: int) -> tuple[int, ...]:
+    """A grid in as many axes as an encoding has: an image is a video of one step, and without time steps are alike."""
+    return (1,) * (axes - len(grid)) + tuple(grid)[-axes:]
 
 
 def check_absolute(has_absolute: bool, name: str, keep_absolute: bool) -> None:

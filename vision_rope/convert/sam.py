@@ -23,11 +23,12 @@ from timm.models._input import update_model_input_size
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vision_rope.convert.attention import Packed, Position, PositionedAttention
+from vision_rope.convert.attention import Arrangement, Position, PositionedAttention
 from vision_rope.convert.conversion import Layers, accept_any_size, convert_model
 from vision_rope.convert.model import PositionedModel, check_input_size
 from vision_rope.convert.own_bias import drop_biases, has_biases, refuse_linear
 from vision_rope.convert.own_rope import OWN, own_rope, translate
+from vision_rope.convert.position import fit_grid
 from vision_rope.positions import Coordinates, grid_positions
 from vision_rope.relative import RelativeEncoding
 from vision_rope.rope import Rope
@@ -45,7 +46,7 @@ class PositionedSamAttention(PositionedAttention, sam.Attention):
 
     def forward(self, x: Tensor, rope: Position | None = None) -> Tensor:  # type: ignore[override]
         """Shapes: x (batch, rows, columns, dim) -> the same."""
-        assert not isinstance(rope, Packed), "forward_packed refuses models with windows"
+        assert not isinstance(rope, Arrangement), "forward_packed refuses models with windows"
         grid = x.shape[1], x.shape[2]
         tokens = x.flatten(1, 2)
         bias = None
@@ -237,7 +238,9 @@ class PositionedVisionTransformerSAM(PositionedModel, sam.VisionTransformerSAM):
             x = x + resample_abs_pos_embed_nhwc(self.pos_embed, list(grid))
         return self.pos_drop(x)
 
-    def _positions(self, grid: tuple[int, int], kept: Tensor | None, device: torch.device) -> Sequence[Position | None]:
+    def _positions(
+        self, grid: tuple[int, ...], kept: Tensor | None, device: torch.device, times: Tensor | None = None
+    ) -> Sequence[Position | None]:
         """What each block gets: for its whole grid, or for a window."""
         whole = super()._positions(grid, kept, device)
         sizes: list[Any] = [block.window_size for block in self.blocks]
@@ -251,7 +254,7 @@ class PositionedVisionTransformerSAM(PositionedModel, sam.VisionTransformerSAM):
         if isinstance(encoding, RelativeEncoding):
             return encoding(grid_positions(size, size, device=device), (size, size))
         coordinates = self.window_coordinates or encoding.coordinates
-        positions = coordinates.positions(size, size, device=device)
+        positions = coordinates.positions(*fit_grid((size, size), encoding.axes), device=device)
         # Windows never grow, whatever the image: context extension has no part in them.
         return encoding.rotations(coordinates.augment(positions) if self.training else positions)
 

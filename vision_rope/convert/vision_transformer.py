@@ -27,6 +27,8 @@ MODELS: dict[type[nn.Module], type[PositionedModel]] = {
 }
 
 
-def convert(model: Any, position: str | Rope, **options: Any) -> PositionedModel:
-    """Convert a model of this family in place, see `vision_rope.add_position`."""
-    return convert_any_size(model, MODELS[type(model)], position, **options)
+def convert(
+    model: Any, position: str | Rope, kind: type[PositionedModel] | None = None, **options: Any
+) -> PositionedModel:
+    """Convert a model of this family in place to one of `kind`, see `vision_rope.add_position`."""
+    return convert_any_size(model, kind or MODELS[type(model)], position, **options)
