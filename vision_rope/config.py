@@ -22,6 +22,9 @@ OPTIONS_OF = {
     "schedule.name": "schedule.options",
 }
 
+# Sources whose items are clips, which go with video.num_frames and with nothing else.
+CLIP_SOURCES = ("videos", "frames", "motion")
+
 
 @dataclass
 class ModelConfig:

@@ -32,7 +32,7 @@ def create_loaders(config: TrainConfig, world: Distributed) -> tuple[list[str], 
             f"batch_size is {config.batch_size}, but {world.world_size} processes must share it evenly; "
             f"give a multiple of {world.world_size}"
         )
-    train_set, val_set = open_split(section, "train"), open_split(section, "validation")
+    train_set, val_set = open_split(section, "train", config), open_split(section, "validation", config)
     val_set = data.take_evenly(val_set, config.evaluation.max_images)
     if list(train_set.classes) != list(val_set.classes):
         raise ValueError(f"data.source {section.source}: the splits have different classes")
@@ -83,7 +83,7 @@ def count_classes(config: TrainConfig) -> int:
     """
     from vision_rope.targets import open_split
 
-    return len(open_split(config.data, "train").classes)
+    return len(open_split(config.data, "train", config).classes)
 
 
 def build_start(config: TrainConfig, num_classes: int) -> nn.Module:

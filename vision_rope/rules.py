@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from vision_rope import flags
-from vision_rope.config import TrainConfig
+from vision_rope.config import CLIP_SOURCES, TrainConfig
 
 
 def check_config(config: TrainConfig) -> None:
@@ -89,10 +91,56 @@ def check_config(config: TrainConfig) -> None:
         (f"augment.{name}", getattr(config.augment, name) >= 0, "must not be negative; 0 switches it off")
         for name in ("mixup", "cutmix", "color_jitter")
     ]
-    rules += _task_rules(config)
+    rules += _video_rules(config) + _task_rules(config)
     for key, holds, rule in rules:
         if not holds:
             raise ValueError(f"{key} is {flags.get(config, key)}, but it {rule}")
+
+
+def _video_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
+    """Rules of clips; without them the section video would have no effect."""
+    video, fresh = config.video, TrainConfig()
+    gives_clips = config.data.source.partition(":")[0] in CLIP_SOURCES
+    clip_sources = ", ".join(f"{source}:" for source in CLIP_SOURCES)
+    if video.num_frames is None:
+        keys = [key for key in flags.leaves(TrainConfig) if key.startswith("video.") and key != "video.num_frames"]
+        return [
+            ("data.source", not gives_clips, "gives clips, which need video.num_frames: the frames of one"),
+            *(
+                (key, flags.get(config, key) == flags.get(fresh, key), "would have no effect without video.num_frames")
+                for key in keys
+            ),
+        ]
+    return [
+        ("video.num_frames", video.num_frames >= 1, "must be at least 1; none trains on images"),
+        ("video.tubelet", video.tubelet >= 1, "must be at least 1"),
+        (
+            "video.num_frames",
+            video.tubelet < 1 or video.num_frames % video.tubelet == 0,
+            f"must be a multiple of video.tubelet = {video.tubelet}, the frames of a step",
+        ),
+        (
+            "video.fps",
+            video.fps is None or 0 < video.fps < math.inf,
+            "must be positive: frames a second; none takes every frame",
+        ),
+        (
+            "video.positions_per_second",
+            video.positions_per_second is None or 0 < video.positions_per_second < math.inf,
+            "must be positive; none counts steps",
+        ),
+        (
+            "data.source",
+            gives_clips,
+            f"gives images, and video.num_frames = {video.num_frames} needs clips; choose {clip_sources} or leave "
+            "video.num_frames out",
+        ),
+        (
+            "model.attention",
+            config.model.attention == "softmax",
+            "is not there for clips; leave it out (video.attention: factorised is the faster one)",
+        ),
+    ]
 
 
 def _task_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:

@@ -14,7 +14,8 @@ from torch import nn
 
 from vision_rope.checkpoint import load_run, load_strictly, load_weights
 from vision_rope.config import DataConfig, TrainConfig
-from vision_rope.data import open_dataset, take_evenly
+from vision_rope.data import ClipSampling, ImageSource, open_dataset, take_evenly
+from vision_rope.data.motion import MotionSource
 from vision_rope.results import UNTRAINED
 from vision_rope.sizes import largest_size
 from vision_rope.tasks import Classification, Task, create_task
@@ -28,7 +29,7 @@ class Target:
     Attributes:
         model: the model, on its device.
         task: what it is judged by.
-        dataset: pairs of a uint8 image (3, h, w) and a label, with `classes`.
+        dataset: pairs of a uint8 image (3, h, w), or a clip, and a label, with `classes`.
         data: where the images come from, interpolation, mean and std.
         about: facts for the tables: model, position, weights, data, split_seed.
         train_size: training size in pixels (rows, columns).
@@ -68,7 +69,7 @@ def open_run(
     run = load_run(folder, weights=weights, device=device)
     own, settings = run.config.data, run.config.evaluation
     data = replace(data, interpolation=own.interpolation, mean=own.mean, std=own.std)
-    dataset = take_evenly(open_split(data, "validation"), max_images or settings.max_images)
+    dataset = take_evenly(open_split(data, "validation", run.config), max_images or settings.max_images)
     if run.config.task == "classification":
         _check_classes(run.classes, list(dataset.classes), str(folder))
     patch_size = tuple(run.model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
@@ -212,8 +213,13 @@ def _load_and_convert(model: nn.Module, checkpoint: str | Path | None, position:
     return model
 
 
-def open_split(data: DataConfig, split: Literal["train", "validation"]) -> Any:
-    """Open one split of the data set that a configuration names."""
+def open_split(data: DataConfig, split: Literal["train", "validation"], made: TrainConfig | None = None) -> Any:
+    """Open one split of the data set that `data` names, as images or, where `made` is a run on clips, as its clips."""
+    made = made or TrainConfig()
+    kind, _, photographs = data.source.partition(":")
+    if kind == "motion":
+        return _make_motion(open_split(replace(data, source=photographs), split), data.source, made)
+    video = made.video
     return open_dataset(
         data.source,
         split,
@@ -223,7 +229,20 @@ def open_split(data: DataConfig, split: Literal["train", "validation"]) -> Any:
         val_fraction=data.val_fraction,
         split_seed=data.split_seed,
         download=data.download,
+        sampling=None if video.num_frames is None else ClipSampling(video.num_frames, video.fps),
+        skip_broken=video.broken == "skip",
     )
+
+
+def _make_motion(photographs: Any, source: str, made: TrainConfig) -> MotionSource:
+    if not isinstance(photographs, ImageSource):
+        raise ValueError(
+            f"data.source is {source}, but motion is made from photographs with random access; choose for instance "
+            "motion:folder:PATH, motion:images:PATH or motion:elpv"
+        )
+    if made.video.num_frames is None or made.video.fps is None:
+        raise ValueError(f"data.source {source} makes clips, which needs video.num_frames and video.fps")
+    return MotionSource(photographs, made.motion, num_frames=made.video.num_frames, fps=made.video.fps)
 
 
 def _check_classes(own: Sequence[str], found: Sequence[str], name: str) -> None:
