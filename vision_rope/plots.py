@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from vision_rope.points import point_of, training_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +19,11 @@ if TYPE_CHECKING:
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "v", "D", "P", "X")
 PANELS = {
+    "direction": "right direction (of 8)",
+    "reversal": "opposite direction backwards",
+    "way": "right way",
+    "speed": "right speed",
+    "faster": "faster at twice the speed",
     "top1": "accuracy",
     "auroc": "AUROC",
     "nll": "negative log-likelihood",
@@ -25,10 +33,11 @@ PANELS = {
 
 
 def plot_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Draw the rows of a sweep over sizes: a panel a metric, a line a method, the training size marked.
+    """Draw the rows of a sweep: a panel a metric, a line a method, the training size or point marked.
 
     The horizontal axis is the side of the square of the same area. Lines join square sizes; rectangles stand beside
-    them as hollow marks. AUROC is drawn where there are two classes.
+    them as hollow marks. Clips stand side by side, by size and rate, and lines join those that differ in the number of
+    frames alone. AUROC is drawn where there are two classes.
 
     Units: accuracy, AUROC and ECE 0..1, NLL in nats; sizes in pixels.
     """
@@ -37,9 +46,14 @@ def plot_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None
     panels = [metric for metric in PANELS if any(row.get(metric) is not None for row in rows)] or ["top1"]
     columns = 2 if len(panels) == 4 else len(panels)
     lines = len(panels) // columns
-    figure = Figure(figsize=((4.5 if columns < 3 else 3.8) * columns, 3.1 * lines + 0.7), dpi=150, layout="constrained")
+    figure = Figure(
+        figsize=((4.5 if columns < 3 else 3.8) * columns * _stretch(rows), 3.1 * lines + 0.7),
+        dpi=150,
+        layout="constrained",
+    )
     axes = figure.subplots(lines, columns, squeeze=False)
     series = _group_by_line(rows)
+    place, clips = _find_place(rows), _are_clips(rows)
     for panel, metric in zip(axes.flat, panels, strict=True):
         for index, (label, members) in enumerate(series.items()):
             # Later lines are thinner, so that equal values (below the training size) stay visible as nested marks.
@@ -50,18 +64,18 @@ def plot_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None
                 "markersize": 8 * scale,
                 "linewidth": 2.6 * scale,
             }
-            figures = [(_side(row), row[metric], row) for row in members if row.get(metric) is not None]
-            squares = sorted((side, value) for side, value, row in figures if row["height"] == row["width"])
-            oblongs = [(side, value) for side, value, row in figures if row["height"] != row["width"]]
-            panel.plot(*_columns(squares), label=label, **style)
+            figures = [(place(row), row[metric], row) for row in members if row.get(metric) is not None]
+            squares = sorted((x, value) for x, value, row in figures if clips or row["height"] == row["width"])
+            oblongs = [(x, value) for x, value, row in figures if not clips and row["height"] != row["width"]]
+            panel.plot(*_columns(_part(squares) if clips else squares), label=label, **style)
             panel.plot(*_columns(oblongs), **{**style, "linewidth": 0, "markerfacecolor": "none"})
-        _mark_sizes(panel, rows)
+        _mark_points(panel, rows, place)
         panel.set_title(PANELS[metric], fontsize=11)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-    oblong = any(row["height"] != row["width"] for row in rows)
+    oblong = not clips and any(row["height"] != row["width"] for row in rows)
     note = "; hollow: rows x columns at the side of equal area" if oblong else ""
-    figure.supxlabel(f"image size (pixels){note}", fontsize=9)
+    figure.supxlabel(_name_axis(rows) + note, fontsize=9)
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(
         handles,
@@ -77,7 +91,8 @@ def plot_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None
 def plot_study(rows: Sequence[Mapping[str, Any]], metric: str, path: str | Path) -> None:
     """Draw a study: a panel a row of it, a line a method with the range of its seeds, references in grey.
 
-    Units: the metric times 100; sizes in pixels, as the side of the square of the same area.
+    Units: the metric times 100; sizes in pixels, as the side of the square of the same area; clips as in
+    `plot_evaluation`.
     """
     from matplotlib.figure import Figure
 
@@ -87,33 +102,39 @@ def plot_study(rows: Sequence[Mapping[str, Any]], metric: str, path: str | Path)
     methods = list(dict.fromkeys(row["method"] for row in known))
     columns = min(len(names), 4) or 1
     lines = -(-len(names) // columns) or 1
-    figure = Figure(figsize=(3.1 * columns, 2.5 * lines + 0.8), dpi=130, layout="constrained")
+    figure = Figure(figsize=(3.1 * columns * _stretch(known), 2.5 * lines + 0.8), dpi=130, layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    place, clips = _find_place(known), _are_clips(known)
     for panel, name in zip(axes.flat, names, strict=False):
         for style, reference in zip((":", "-."), dict.fromkeys(row["row"] for row in references), strict=False):
-            points = sorted((_side(row), 100 * row[metric]) for row in references if row["row"] == reference)
-            panel.plot(*_columns(points), color="0.5", linestyle=style, linewidth=1.3, label=reference)
+            points = sorted((place(row), 100 * row[metric]) for row in references if row["row"] == reference)
+            panel.plot(
+                *_columns(_part(points) if clips else points),
+                color="0.5",
+                linestyle=style,
+                linewidth=1.3,
+                label=reference,
+            )
         for index, method in enumerate(methods):
             values: dict[float, list[float]] = {}
             for row in known:
                 if (row["row"], row["method"]) == (name, method) and row["seed"] is not None:
-                    values.setdefault(_side(row), []).append(100 * row[metric])
+                    values.setdefault(place(row), []).append(100 * row[metric])
             if not values:
                 continue
-            sides = sorted(values)
-            means = [sum(values[side]) / len(values[side]) for side in sides]
+            bands = [(x, sum(ys) / len(ys), min(ys), max(ys)) for x, ys in sorted(values.items())]
+            sides, means, least, most = zip(*(_part(bands) if clips else bands), strict=True)
             color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
             label = "no extension" if method == "none" else method
             panel.plot(sides, means, color=color, marker=marker, markersize=4, linewidth=1.6, label=label)
-            bounds = [min(values[side]) for side in sides], [max(values[side]) for side in sides]
-            panel.fill_between(sides, *bounds, color=color, alpha=0.18, linewidth=0)
-        _mark_sizes(panel, [row for row in known if row["row"] == name and row["seed"] is not None])
+            panel.fill_between(sides, least, most, color=color, alpha=0.18, linewidth=0)
+        _mark_points(panel, [row for row in known if row["row"] == name and row["seed"] is not None], place)
         panel.set_title(name, fontsize=10)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     for panel in list(axes.flat)[len(names) :]:
         panel.set_visible(False)
-    figure.supxlabel("image size (pixels); bands: range of the seeds", fontsize=9)
+    figure.supxlabel(f"{_name_axis(known)}; bands: range of the seeds", fontsize=9)
     figure.supylabel(f"{PANELS.get(metric, metric)} x 100", fontsize=9)
     entries = {
         label: handle for panel in axes.flat for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
@@ -248,12 +269,72 @@ def _group_by_line(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[
     return series
 
 
+def _are_clips(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return any("frames" in row for row in rows)
+
+
+def _name_axis(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "frames of a clip, by frames a second and size (pixels)" if _are_clips(rows) else "image size (pixels)"
+
+
+def _find_place(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], float]:
+    """Where rows stand: images at their side, clips one after the other, with a gap between sizes and rates."""
+    if not _are_clips(rows):
+        return _side
+    order = sorted({_clip_key(row) for row in rows})
+    places, place = {order[0]: 0.0}, 0.0
+    for before, key in itertools.pairwise(order):
+        place += 1.0 if before[:-1] == key[:-1] else 2.0
+        places[key] = place
+    return lambda row: places[_clip_key(row)]
+
+
+def _clip_key(row: Mapping[str, Any]) -> tuple[float, ...]:
+    """Size, rate (every frame last) and, at the end, frames."""
+    return (row["height"] * row["width"], row["height"], row["fps"] or math.inf, row["frames"])
+
+
+def _part(points: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """Points of clips with an empty one in every gap, so that no line joins different sizes or rates."""
+    parted = [*points[:1]]
+    for before, point in itertools.pairwise(points):
+        if point[0] - before[0] > 1:
+            parted.append((math.nan,) * len(point))
+        parted.append(point)
+    return parted
+
+
+def _stretch(rows: Sequence[Mapping[str, Any]]) -> float:
+    """How much wider than usual a panel is, so that the points of clips do not touch."""
+    return max(1.0, len({_clip_key(row) for row in rows}) / 12) if _are_clips(rows) else 1.0
+
+
 def _side(row: Mapping[str, Any]) -> float:
     return math.sqrt(row["height"] * row["width"])
 
 
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
+def _columns(points: Sequence[tuple[float, ...]]) -> tuple[list[float], list[float]]:
+    return [point[0] for point in points], [point[1] for point in points]
+
+
+def _mark_points(panel: Any, rows: Sequence[Mapping[str, Any]], place: Callable[[Mapping[str, Any]], float]) -> None:
+    """Label the horizontal axis and draw where the model was trained."""
+    if not _are_clips(rows):
+        _mark_sizes(panel, rows)
+        return
+    found = {_clip_key(row): row for row in rows}
+    # Of as many lines as the longest, which keeps the numbers level.
+    labels = {place(row): f"{row['frames']}\n\n" for row in found.values()}
+    for _, group in itertools.groupby(sorted(found), key=lambda key: key[:-1]):
+        members = [found[key] for key in group]
+        first = members[(len(members) - 1) // 2]
+        rate = "all" if first["fps"] is None else f"{first['fps']:g}"
+        labels[place(first)] = f"{first['frames']}\n{rate} fps\n{first['size']} px"
+    panel.set_xticks(list(labels), list(labels.values()), fontsize=8)
+    panel.tick_params(axis="y", labelsize=9)
+    trained = [place(row) for row in rows if point_of(row) == training_of(row)]
+    for index, x in enumerate(dict.fromkeys(trained)):
+        panel.axvline(x, color="0.5", linestyle="--", linewidth=1.2, zorder=0, label="_" if index else "as in training")
 
 
 def _mark_sizes(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
