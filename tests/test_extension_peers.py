@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import vision_rope as vr
 
-ONE_LADDER = [name for name in vr.presets() if vr.preset(name).axes == 3 and name != "v-jepa2"]
+ONE_LADDER = ["qwen2-vl", "qwen3-vl", "videorope"]
 
 
 def line(head_dim: int = 64, **options: object) -> vr.Rope:

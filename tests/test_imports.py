@@ -95,7 +95,7 @@ def room_of(dotted: str) -> str:
     parts = dotted.split(".")
     if len(parts) == 1:
         return DOOR
-    return vision_rope._HOME_OF.get(parts[1], parts[1])
+    return vision_rope._HOME_OF.get(parts[1], parts[1]).split(".")[0]
 
 
 def imported_names(source: str, module: str, is_package: bool) -> Iterator[str]:
