@@ -161,6 +161,7 @@ def evaluate(
             train_size=found.train_size,
             train_frames=own.video.num_frames,
             train_fps=own.video.fps,
+            positions_per_second=own.video.positions_per_second,
             patch_size=_patch_size(found.model),
             device=process.device,
             mean=found.data.mean,

@@ -9,6 +9,7 @@ from torch import nn
 from vision_rope import checkpoint, first_weights
 from vision_rope.config import TrainConfig
 from vision_rope.parallel import Distributed
+from vision_rope.points import Point, check_fps, check_frames, create_points
 from vision_rope.sizes import check_sizes, format_size, largest_size, parse_sizes, pixel_size, training_sizes
 from vision_rope.tasks import create_task
 
@@ -98,32 +99,51 @@ def build_start(config: TrainConfig, num_classes: int) -> nn.Module:
 
 
 def check_sweep(config: TrainConfig, model: nn.Module) -> None:
-    """Refuse sizes that the patch does not divide, that cannot be masked or that a model of one size is not trained at,
-    and unknown extension methods.
-    """
-    from vision_rope.evaluate import check_methods
-
+    """Refuse sizes, frames and rates that the model or the task cannot take, and unknown extension methods."""
     embed: Any = model.patch_embed
     patch_size = tuple(embed.patch_size)
     own_size: Any = tuple(embed.img_size) if getattr(embed, "strict_img_size", False) else None
+    settings = config.evaluation
     named = {
         "data.size": [pixel_size(config.data.size)],
         "data.train_sizes": training_sizes(config.data) if config.data.train_sizes else [],
-        "evaluation.sizes": parse_sizes(config.evaluation.sizes) if config.evaluation.sizes else [],
+        "evaluation.sizes": parse_sizes(settings.sizes) if settings.sizes else [],
     }
-    if config.evaluation.sizes:
-        check_methods(config.evaluation.extend)
+    _check_evaluation(config, patch_size)
     task = create_task(config, 2, patch_size)
     for key, sizes in named.items():
         try:
             check_sizes(sizes, patch_size)
-            for each in sizes:
-                task.check_size(each)
+            frames: list[Any] = [config.video.num_frames]
+            if key == "evaluation.sizes" and settings.frames:
+                frames = settings.frames
+            for point in create_points(sizes, frames, [None]):
+                task.check_size(point.lengths)
                 # The sweep fits a copy of the model to each of its sizes.
-                if key != "evaluation.sizes" and own_size not in (None, each):
+                if key != "evaluation.sizes" and own_size not in (None, point.size):
                     raise ValueError(
-                        f"size {format_size(each)} is not that of {config.model.name}, which takes images of "
+                        f"size {format_size(point.size)} is not that of {config.model.name}, which takes images of "
                         f"{format_size(own_size)} pixels alone; train at that size"
                     )
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
+
+
+def _check_evaluation(config: TrainConfig, patch_size: tuple[int, ...]) -> None:
+    from vision_rope.sweep import check_methods, refuse_frames, train_grid
+
+    video, settings = config.video, config.evaluation
+    try:
+        if video.num_frames is None:
+            refuse_frames(settings.frames, settings.fps)
+        if (settings.frames or settings.fps) and not settings.sizes:
+            raise ValueError(
+                "frames and fps would have no effect without sizes, which skips the sweep; give some sizes"
+            )
+        check_frames(settings.frames, video.tubelet)
+        check_fps(settings.fps)
+        if settings.sizes and len(check_methods(settings.extend)) > 1 and video.num_frames is not None:
+            trained = Point(largest_size(config.data), video.num_frames, video.fps)
+            train_grid(trained, (video.tubelet, *patch_size), video.positions_per_second)
+    except ValueError as error:
+        raise ValueError(f"evaluation: {error}") from error

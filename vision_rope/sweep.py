@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from vision_rope.convert.model import time_length
 from vision_rope.data import create_loader, eval_transform
 from vision_rope.extension_text import parse_extension
 from vision_rope.measure import Meter, gather
@@ -39,6 +40,7 @@ def sweep(
     train_size: Size,
     train_frames: int | None = None,
     train_fps: float | None = None,
+    positions_per_second: float | None = None,
     patch_size: Sequence[int],
     device: torch.device,
     mean: Sequence[float],
@@ -69,6 +71,7 @@ def sweep(
 
     Clips: patch_size is (frames, rows, columns); frames and fps (frames a second) are those of training where none are
     given; a train_fps of None is every frame of a video; `dataset.sampled(num_frames, fps)` gives a point's clips.
+    With the model's positions_per_second, longer gaps extend time as more frames do.
 
     Raises: ValueError for sizes and frames that the patch does not divide, frames and rates of images, and unknown
         methods and options, before any work.
@@ -79,7 +82,7 @@ def sweep(
     points = create_points(sizes, frames or [train_frames], fps or [train_fps])
     check_points([*points, trained], patch_size)
     methods = check_methods(methods)
-    grid = trained.grid(patch_size)
+    grid = train_grid(trained, patch_size, positions_per_second if len(methods) > 1 else None)
     classes = list(dataset.classes)
     judge: Task = task or Classification(len(classes))
     for point in points:
@@ -150,12 +153,33 @@ def sweep(
 
 
 def refuse_frames(frames: Sequence[int], fps: Sequence[float]) -> None:
+    """Refuse frames and rates of a model of images.
+
+    Raises: ValueError where there are any.
+    """
     for name, values in (("frames", frames), ("fps", fps)):
         if values:
             raise ValueError(
                 f"{name} is {', '.join(f'{value:g}' for value in values)}, but the model takes images, which have "
                 "neither frames nor a rate; leave it out, or give a run that was trained with video.num_frames"
             )
+
+
+def train_grid(trained: Point, patch_size: Sequence[int], positions_per_second: float | None) -> tuple[int, ...]:
+    """The grid that extension counts from; where time goes by seconds, its length is that of the last position.
+
+    Raises: ValueError where nobody knows how long clips were in training.
+    """
+    grid = trained.grid(patch_size)
+    if positions_per_second is None:
+        return grid
+    if trained.fps is None:
+        raise ValueError(
+            "extend asks for context extension, but with video.positions_per_second and no video.fps nobody knows how "
+            "long clips were in training; leave --extend out, or train with video.fps"
+        )
+    seconds = torch.arange(grid[0]) * (patch_size[0] / trained.fps)
+    return (time_length(seconds * positions_per_second), *grid[1:])
 
 
 class ClipCounts:
