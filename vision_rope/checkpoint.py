@@ -85,24 +85,47 @@ def _build_backbone(config: TrainConfig, num_classes: int, *, pretrained: bool |
         raise ValueError(
             f"model.options holds in_chans: {section.options['in_chans']}, but images come with 3 channels; take it out"
         )
+    chosen: dict[str, Any] = {
+        "pretrained": section.pretrained if pretrained is None else pretrained,
+        "num_classes": num_classes,
+        **options,
+    }
+    position: dict[str, Any] = {
+        "position": section.position,
+        "keep_absolute": section.keep_absolute,
+        "position_options": section.position_options,
+    }
     try:
-        return vision_rope.create_model(
-            section.name,
-            position=section.position,
-            pretrained=section.pretrained if pretrained is None else pretrained,
-            keep_absolute=section.keep_absolute,
-            position_options=section.position_options,
-            attention=section.attention,
-            attention_options=section.attention_options,
-            num_classes=num_classes,
-            **options,
-        )
+        if config.video.num_frames is None:
+            attention: dict[str, Any] = {"attention": section.attention, "attention_options": section.attention_options}
+            return vision_rope.create_model(section.name, **position, **attention, **chosen)
+        return _build_video(config, position, chosen)
     except (TypeError, RuntimeError, AssertionError) as error:
         # timm names a wrong option, an unknown model or a head that does not divide through these.
         raise ValueError(
             f"model.name {section.name} cannot be built with model.options {section.options}: {error}; "
             "options of a file join those of flags: --model.options '{NAME: null}' takes one out"
         ) from error
+
+
+def _build_video(config: TrainConfig, position: dict[str, Any], chosen: dict[str, Any]) -> Any:
+    """A backbone for clips, whose tubelets have the rows and columns of its patches."""
+    import vision_rope
+    from vision_rope.convert import create_timm_model
+
+    video = config.video
+    assert video.num_frames is not None, "images have a backbone of their own"
+    model: Any = create_timm_model(config.model.name, position["position"], position["position_options"], **chosen)
+    patch_size = getattr(getattr(model, "patch_embed", None), "patch_size", (16, 16))
+    return vision_rope.video_vit(
+        model,
+        num_frames=video.num_frames,
+        tubelet=(video.tubelet, *patch_size),
+        attention=video.attention,
+        causal=video.causal,
+        positions_per_second=video.positions_per_second,
+        **position,
+    )
 
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -201,11 +224,13 @@ def load_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def load_strictly(model: nn.Module, state: Mapping[str, Tensor], source: str | Path) -> None:
     """Load weights that must match the model name by name and shape by shape.
 
+    Those of an image model fit the model of videos that is made of it.
+
     Raises:
         ValueError: listing the missing, the unknown and the differently shaped names.
     """
     own = model.state_dict()
-    state = plain_names(state)
+    state = inflate_weights(model, plain_names(state))
     faults = []
     if missing := [name for name in own if name not in state]:
         faults.append(f"it lacks {_some(missing)}")
@@ -221,6 +246,15 @@ def load_strictly(model: nn.Module, state: Mapping[str, Tensor], source: str | P
     if faults:
         raise ValueError(f"{source} does not fit the model: {'; '.join(faults)}")
     model.load_state_dict(dict(state), strict=True)
+
+
+def inflate_weights(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of an image model as those of the video model made of it; all others stay as they are."""
+    parts: dict[str, Any] = {"": model, "encoder.": getattr(model, "encoder", None)}
+    for prefix, part in parts.items():
+        if hasattr(part, "inflate_weights"):
+            state = part.inflate_weights(state, prefix)
+    return state
 
 
 def load_run(folder: str | Path, *, weights: str = "best", device: str | torch.device = "cpu") -> LoadedRun:

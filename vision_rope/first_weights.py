@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from vision_rope.checkpoint import MASK_TOKEN, load_strictly, load_weights, plain_names
+from vision_rope.checkpoint import MASK_TOKEN, inflate_weights, load_strictly, load_weights, plain_names
 from vision_rope.config import TrainConfig, from_yaml
 from vision_rope.relative_encodings import T5
 from vision_rope.sizes import pixel_size
@@ -19,8 +20,9 @@ def load_start(model: nn.Module, path: str | Path) -> list[str]:
     """Load first weights for a new training, from a file or the best ones of a run folder.
 
     A classifier for other classes keeps its fresh weights. Weights stored in another pairing are brought into the
-    model's. The weights may be those of masked prediction, of which a classifier takes the encoder. A learned absolute
-    embedding that a run of this package trained at another size is resampled.
+    model's. The weights may be those of masked prediction, of which a classifier takes the encoder, and those of
+    images, which a model of videos is made of. A learned absolute embedding that a run of this package trained at
+    another size is resampled, and so is one of time.
 
     Returns the names that were not loaded.
     """
@@ -40,7 +42,7 @@ def load_start(model: nn.Module, path: str | Path) -> list[str]:
     _check_buckets(model, metadata, path)
     if is_masked and MASK_TOKEN not in own:
         state = {name.removeprefix("encoder."): state[name] for name in state if name.startswith("encoder.")}
-    state = _fit_absolute(model, state, metadata)
+    state = _fit_times(_fit_absolute(model, inflate_weights(model, state), metadata), own)
     try:
         fresh = _load_but_head(model, state, path, is_masked=is_masked)
     except ValueError as error:
@@ -81,19 +83,35 @@ def _check_buckets(model: Any, metadata: Mapping[str, str], path: Path) -> None:
     grid = _trained_grid(own, config)
     trained = config.model.position_options.get("max_distance") or max(grid) - 1
     limits = own.position.max_distances
-    if config.model.position == "t5" and grid != own.train_grid and limits != (trained, trained):
+    if config.model.position == "t5" and grid != own.train_grid and set(limits) != {trained}:
         raise ValueError(
-            f"{path} was trained on {grid[0]} x {grid[1]} patches with T5 buckets up to offset {trained}, and the "
-            f"model has {own.train_grid[0]} x {own.train_grid[1]} patches and buckets up to {max(limits)}; give "
+            f"{path} was trained on {_by(grid)} patches with T5 buckets up to offset {trained}, and the model has "
+            f"{_by(own.train_grid)} patches and buckets up to {max(limits)}; give "
             f"model.position_options: {{max_distance: {trained}}}"
         )
 
 
-def _trained_grid(model: Any, config: TrainConfig) -> tuple[int, int]:
-    """Rows and columns of patches that a run of that configuration was trained on."""
+def _by(grid: Sequence[int]) -> str:
+    return " x ".join(map(str, grid))
+
+
+def _trained_grid(model: Any, config: TrainConfig) -> tuple[int, ...]:
+    """Rows and columns of patches that a run of that configuration was trained on, of clips with the steps in front."""
     height, width = pixel_size(config.model.options.get("img_size", config.data.size))
     patch = model.patch_embed.patch_size
-    return height // patch[0], width // patch[1]
+    video = config.video
+    steps = () if video.num_frames is None else (video.num_frames // video.tubelet,)
+    return *steps, height // patch[0], width // patch[1]
+
+
+def _fit_times(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Resample learned embeddings of time, (1, steps, dim), of another number of steps."""
+    fitted = {}
+    for name in ("pos_embed_time", "encoder.pos_embed_time"):
+        if name in own and _differs(state, own, name) and state[name].shape[2:] == own[name].shape[2:]:
+            resampled = F.interpolate(state[name].float().transpose(1, 2), size=own[name].shape[1], mode="linear")
+            fitted[name] = resampled.transpose(1, 2).to(state[name].dtype)
+    return {**state, **fitted}
 
 
 def _differs(state: Mapping[str, Tensor], own: Mapping[str, Tensor], name: str) -> bool:
@@ -107,5 +125,5 @@ def _fit_absolute(model: Any, state: dict[str, Tensor], metadata: Mapping[str, s
     wanted = [name for name in parts if _differs(state, own, name)]
     if "config" not in metadata or not wanted:
         return state
-    grid = _trained_grid(model, from_yaml(metadata["config"]))
-    return {**state, **{name: parts[name].fit_absolute(state[name], grid) for name in wanted}}
+    rows, columns = _trained_grid(model, from_yaml(metadata["config"]))[-2:]
+    return {**state, **{name: parts[name].fit_absolute(state[name], (rows, columns)) for name in wanted}}

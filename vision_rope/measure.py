@@ -20,7 +20,7 @@ from vision_rope.tasks import Batch, Task
 
 def measure(
     model: nn.Module,
-    loader: Iterable[tuple[Tensor, ...]],
+    loader: Iterable[tuple[Any, ...]],
     task: Task,
     *,
     precision: str = "fp32",
@@ -59,7 +59,7 @@ class Meter:
         self.passes: list[tuple[int, float]] = []
         self.peak: float | None = None
 
-    def run(self, model: nn.Module, loader: Iterable[tuple[Tensor, ...]], *, progress: bool = False) -> None:
+    def run(self, model: nn.Module, loader: Iterable[tuple[Any, ...]], *, progress: bool = False) -> None:
         """Add all batches of a loader; the model's training mode is restored afterwards."""
         training = model.training
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -25,14 +25,16 @@ def show_progress(
     epochs: int,
     num_processes: int,
     with_accuracy: bool,
+    noun: str = "images",
     enabled: bool,
-) -> Iterator[tuple[Tensor, ...]]:
+) -> Iterator[tuple[Any, ...]]:
     """Pass batches through under a bar with loss, accuracy, images a second and the time left to the whole run.
 
     Args:
         totals: sum of losses, right answers and images of this process so far; filled by whoever takes the batches.
             Read when the figures are renewed alone, since reading waits for the device.
         with_accuracy: whether right answers are counted.
+        noun: what is counted: images or clips.
     """
     from tqdm import tqdm
 
@@ -60,7 +62,7 @@ def show_progress(
                 figures = (
                     f"loss {loss / images:.3f}",
                     *([f"accuracy {hits / images:.1%}"] if with_accuracy else []),
-                    f"{images * num_processes / seconds:.0f} images/s",
+                    f"{images * num_processes / seconds:.0f} {noun}/s",
                     f"left {tqdm.format_interval(left)}",
                 )
                 bar.set_postfix_str(", ".join(figures), refresh=False)

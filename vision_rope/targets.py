@@ -14,8 +14,7 @@ from torch import nn
 
 from vision_rope.checkpoint import load_run, load_strictly, load_weights
 from vision_rope.config import DataConfig, TrainConfig
-from vision_rope.data import ClipSampling, ImageSource, open_dataset, take_evenly
-from vision_rope.data.motion import MotionSource
+from vision_rope.data import ClipSampling, open_dataset, take_evenly
 from vision_rope.results import UNTRAINED
 from vision_rope.sizes import largest_size
 from vision_rope.tasks import Classification, Task, create_task
@@ -216,9 +215,6 @@ def _load_and_convert(model: nn.Module, checkpoint: str | Path | None, position:
 def open_split(data: DataConfig, split: Literal["train", "validation"], made: TrainConfig | None = None) -> Any:
     """Open one split of the data set that `data` names, as images or, where `made` is a run on clips, as its clips."""
     made = made or TrainConfig()
-    kind, _, photographs = data.source.partition(":")
-    if kind == "motion":
-        return _make_motion(open_split(replace(data, source=photographs), split), data.source, made)
     video = made.video
     return open_dataset(
         data.source,
@@ -231,18 +227,8 @@ def open_split(data: DataConfig, split: Literal["train", "validation"], made: Tr
         download=data.download,
         sampling=None if video.num_frames is None else ClipSampling(video.num_frames, video.fps),
         skip_broken=video.broken == "skip",
+        motion=made.motion,
     )
-
-
-def _make_motion(photographs: Any, source: str, made: TrainConfig) -> MotionSource:
-    if not isinstance(photographs, ImageSource):
-        raise ValueError(
-            f"data.source is {source}, but motion is made from photographs with random access; choose for instance "
-            "motion:folder:PATH, motion:images:PATH or motion:elpv"
-        )
-    if made.video.num_frames is None or made.video.fps is None:
-        raise ValueError(f"data.source {source} makes clips, which needs video.num_frames and video.fps")
-    return MotionSource(photographs, made.motion, num_frames=made.video.num_frames, fps=made.video.fps)
 
 
 def _check_classes(own: Sequence[str], found: Sequence[str], name: str) -> None:

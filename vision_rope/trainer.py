@@ -19,6 +19,7 @@ from vision_rope import checkpoint, weight_metadata
 from vision_rope.config import TrainConfig, load_config, to_yaml
 from vision_rope.optimization import create_optimizer, create_schedule
 from vision_rope.parallel import Distributed, choose_device, choose_precision, distributed
+from vision_rope.points import format_point
 from vision_rope.preparation import build_start, check_sweep, create_loaders
 from vision_rope.progress import show_progress
 from vision_rope.rules import check_config
@@ -109,6 +110,8 @@ class Trainer:
         self.folder = RunFolder(config, is_main=world.is_main)
 
         self.classes, self.train_loader, self.val_loader = create_loaders(config, world)
+        if world.is_main:
+            self.train_loader.report = self.val_loader.report = self.folder.log
         seed_everything(config.seed)
         self.model = build_start(config, len(self.classes)).to(world.device)
         check_sweep(config, self.model)
@@ -120,6 +123,7 @@ class Trainer:
         patch_size = tuple(self.model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
         self.task = create_task(config, len(self.classes), patch_size)
         self.sizes = training_sizes(config.data)
+        self.noun = "images" if config.video.num_frames is None else "clips"
         # Without the warm-up of the decay a short run's average would still hold its random first weights.
         self.ema = ModelEmaV3(self.model, decay=config.ema_decay, use_warmup=True) if config.ema_decay else None
         self.epoch = self.updates = 0
@@ -176,6 +180,7 @@ class Trainer:
             epochs=self.config.schedule.epochs,
             num_processes=self.world.world_size,
             with_accuracy=self.config.task == "classification",
+            noun=self.noun,
             enabled=self.world.is_main and self.config.run.progress,
         )
         for index, (images, labels, places[index]) in enumerate(batches):
@@ -195,9 +200,9 @@ class Trainer:
             with torch.no_grad():
                 hits = self.task.count_hits(outputs, batch.targets)
                 has_hits = hits is not None
-                totals[0] += loss.detach().to(precise) * len(images)
+                totals[0] += loss.detach().to(precise) * len(labels)
                 totals[1] += 0 if hits is None else hits
-                totals[2] += len(images)
+                totals[2] += len(labels)
                 self._first_bad = torch.where(~loss.isfinite() & (self._first_bad < 0), index, self._first_bad)
             lr = self._lr()
             if (index + 1) % check_every == 0 or index + 1 == len(loader):
@@ -216,15 +221,11 @@ class Trainer:
             "seconds": seconds,
         }
 
-    def _resize(self, images: Tensor, seed: int) -> Tensor:
-        """Give a batch one of the training sizes, the same on all ranks; smaller ones are antialiased."""
-        if len(self.sizes) == 1:
-            return images
-        size = self.sizes[seed % len(self.sizes)]
-        if images.shape[-2:] == size:
-            return images
-        mode = self.config.data.interpolation
-        return nn.functional.interpolate(images, size, mode=mode, align_corners=False, antialias=True)
+    def _resize(self, images: Any, seed: int) -> Any:
+        """Give a batch one of the training sizes, the same on all ranks."""
+        from vision_rope.data import resize_batch
+
+        return resize_batch(images, self.sizes[seed % len(self.sizes)], self.config.data.interpolation)
 
     def _update(self) -> None:
         if self.config.optimizer.clip_grad is not None:
@@ -328,7 +329,7 @@ class Trainer:
             checkpoint.save_last(self.folder.path, state, weights=weights, ema=ema, metadata=metadata)
         else:
             self.folder.add_row(row)
-        self.folder.log(_summary(row, self.config.schedule.epochs, is_best, self.task.headline))
+        self.folder.log(_summary(row, self.config.schedule.epochs, is_best, self.task.headline, self.noun))
 
     def _load(self) -> None:
         """Go on from last/; the schedule is a function of the number of updates, the optimizer keeps its last value."""
@@ -355,6 +356,7 @@ class Trainer:
     def _describe_data(self) -> str:
         data, masked = self.config.data, self.config.masked
         sizes = f"{', '.join(data.train_sizes)} px at random" if data.train_sizes else f"{data.size} px"
+        sizes = format_point(sizes, self.config.video.num_frames, self.config.video.fps)
         if self.config.task == "masked":
             return f"{masked.ratio:.0%} of the patches hidden, {sizes}"
         return f"{len(self.classes)} classes, {sizes}"
@@ -384,7 +386,7 @@ def seed_everything(*parts: int) -> None:
     random.seed(seed)
 
 
-def _summary(row: Row, epochs: int, is_best: bool, headline: Sequence[str]) -> str:
+def _summary(row: Row, epochs: int, is_best: bool, headline: Sequence[str], noun: str) -> str:
     words = [f"epoch {row['epoch']}/{epochs}", f"loss {row['train_loss']:.4f}"]
     if "train_top1" in row:
         words.append(f"accuracy {row['train_top1']:.1%}")
@@ -393,5 +395,5 @@ def _summary(row: Row, epochs: int, is_best: bool, headline: Sequence[str]) -> s
         if value is not None:
             words.append(f"val {key} {value:.4f}")
     words.append(f"lr {row['lr']:.2e}")
-    words.append(f"{row['images_per_second']:.0f} images/s")
+    words.append(f"{row['images_per_second']:.0f} {noun}/s")
     return "  ".join(words) + ("  (best)" if is_best else "")

@@ -1,6 +1,6 @@
 """Data sets, augmentation and loaders that put batches on the device."""
 
-from vision_rope.data.augment import Mixing, eval_transform, train_transform
+from vision_rope.data.augment import Mixing, eval_transform, resize_batch, train_transform
 from vision_rope.data.clip_sampling import ClipSampling
 from vision_rope.data.clips import Clip, Clips, ClipSource
 from vision_rope.data.datasets import DATASETS, open_dataset, take_evenly
@@ -30,6 +30,7 @@ __all__ = [
     "eval_transform",
     "list_frames",
     "open_dataset",
+    "resize_batch",
     "take_evenly",
     "train_transform",
 ]

@@ -1,4 +1,4 @@
-"""Augmentation: one image at a time as uint8 on the workers, mixing of whole batches on the device."""
+"""Augmentation: an image, or all frames of a clip alike, as uint8 on the workers; whole batches on the device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Literal, get_args
 
 import torch
 from timm.data import Mixup
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
+from vision_rope.data.clips import Clips
 from vision_rope.data.randomness import isolated_randomness
 
 Transform = Callable[[Tensor], Tensor]
@@ -51,7 +52,8 @@ def train_transform(
         interpolation: how images are resized, always antialiased.
 
     Shapes:
-        the transform takes uint8 (3, any height, any width) and returns uint8 (3, height, width)
+        the transform takes uint8 (3, any height, any width) and returns uint8 (3, height, width); frames of a clip,
+        (frames, 3, any height, any width), are treated alike
 
     Raises:
         ValueError: for a value outside its range.
@@ -106,7 +108,8 @@ def eval_transform(
         interpolation: how images are resized, always antialiased.
 
     Shapes:
-        the transform takes uint8 (3, any height, any width) and returns uint8 (3, height, width)
+        the transform takes uint8 (3, any height, any width) and returns uint8 (3, height, width); frames of a clip,
+        (frames, 3, any height, any width), are treated alike
 
     Raises:
         ValueError: for a value outside its range.
@@ -117,6 +120,20 @@ def eval_transform(
     # Rounded down as timm does; the small number keeps 0.7 * 10 / 0.7 from becoming 9.
     covered = tuple(int(side / crop_pct + 1e-6) for side in size)
     return Chain([CoverResize((covered[0], covered[1]), _interpolation_mode(interpolation)), v2.CenterCrop(size)])
+
+
+def resize_batch(images: Tensor | Clips, size: tuple[int, int], interpolation: Interpolation) -> Tensor | Clips:
+    """Resize a normalised batch on its own device, all frames of a clip alike; smaller ones are antialiased.
+
+    Shapes: images (batch, channels, any height, any width), or frames of clips -> the same of that size
+    """
+    frames = images.frames.transpose(1, 2).flatten(0, 1) if isinstance(images, Clips) else images
+    if frames.shape[-2:] == size:
+        return images
+    resized = nn.functional.interpolate(frames, size, mode=interpolation, align_corners=False, antialias=True)
+    if isinstance(images, Tensor):
+        return resized
+    return images._replace(frames=resized.unflatten(0, (len(images.seconds), -1)).transpose(1, 2).contiguous())
 
 
 class Chain:
