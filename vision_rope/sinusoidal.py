@@ -22,7 +22,7 @@ class Sinusoidal(nn.Module):
     Args:
         embed_dim: number of channels.
         base: of the ladder of frequencies.
-        axes: 1 for text, 2 for images.
+        axes: 1 for text, 2 for images, 3 for videos.
         order: of the channels. "timm": the sines of all axes, then their cosines (RoFormer's order for text, MoCo v3's
             for images). "vaswani": an axis after the other, sine and cosine of a frequency as neighbours.
             "simple-vit": columns before rows, the sines of an axis, then its cosines; its ladder ends at exactly
@@ -49,7 +49,7 @@ class Sinusoidal(nn.Module):
         self.order = order
 
     def forward(self, *size: int, device: torch.device | str | None = None) -> Tensor:
-        """Shapes: size (n) or (h, w) -> (tokens, embed_dim) float32.
+        """Shapes: size (n), (h, w) or (t, h, w) -> (tokens, embed_dim) float32.
 
         Raises: ValueError where the size has another number of axes.
         """
@@ -57,7 +57,13 @@ class Sinusoidal(nn.Module):
             raise ValueError(
                 f"the grid {size} has {len(size)} axes and this encoding {self.axes}; give one length each"
             )
-        positions = grid_positions(*size, device=device)
+        return self.at(grid_positions(*size, device=device))
+
+    def at(self, positions: Tensor) -> Tensor:
+        """The encoding of tokens at these positions.
+
+        Shapes: (tokens, axes) -> (tokens, embed_dim) float32
+        """
         pairs = self.embed_dim // (2 * self.axes)
         # The ladder of Simple ViT reaches 1 / base on its last rung, the others' would on the one after it.
         base = self.base ** (pairs / (pairs - 1)) if self.order == "simple-vit" else self.base

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from vision_rope.convert.attention import Arrangement, Position, PositionedAttention, packed_with_biases
 from vision_rope.convert.blocks import PositionedBlock, PositionedResPostBlock
 from vision_rope.convert.conversion import Layers, convert_model, use_grids
-from vision_rope.convert.model import PositionedModel, check_input_size
+from vision_rope.convert.input_size import check_input_size
+from vision_rope.convert.model import PositionedModel
 from vision_rope.convert.own_bias import add_bias, drop_biases, has_biases, refuse_left_out, refuse_linear
 from vision_rope.rope import Rope
 from vision_rope.sinusoidal import Sinusoidal

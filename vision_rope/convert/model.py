@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vision_rope.convert.attention import Position
+from vision_rope.convert.input_size import check_divisible
 from vision_rope.convert.own_rope import mixed_from_timm
-from vision_rope.convert.position import fit_grid
+from vision_rope.convert.position import fit_grid, take_places, time_length
 from vision_rope.extension import Extension, check_grid, check_name
 from vision_rope.positions import grid_positions, with_prefix
 from vision_rope.relative import RelativeEncoding
@@ -272,12 +273,17 @@ class PositionedModel(nn.Module):
         grid = tuple(x.shape[1:-1])
         if isinstance(self.position, Sinusoidal):
             x = x + self.position(*grid, device=x.device).to(x.dtype).unflatten(0, grid)
+        return self._join_prefix(x.flatten(1, -2), None if self.pos_embed is None else self._absolute_embedding(grid))
+
+    def _join_prefix(self, x: Tensor, embedding: Tensor | None) -> Tensor:
+        """Prefix tokens in front of patches, and the absolute embedding of both added.
+
+        Shapes: x (batch, patches, dim), embedding (1, prefix or 0 + patches, dim) -> (batch, prefix + patches, dim)
+        """
         tokens = (self.cls_token, getattr(self, "dist_token", None), self.reg_token)
         prefix = [token.expand(x.shape[0], -1, -1) for token in tokens if token is not None]
-        x = x.flatten(1, -2)
-        if self.pos_embed is None:
+        if embedding is None:
             return self.pos_drop(torch.cat((*prefix, x), dim=1))
-        embedding = self._absolute_embedding(grid)
         if self.no_embed_class:
             x = x + embedding
         # A copy in another layout would change the last bits of what follows.
@@ -400,37 +406,3 @@ class PositionedModel(nn.Module):
         """The size in pixels that the patch embedding was built for, where it was built for one."""
         size = getattr(self.patch_embed, "img_size", None)
         return None if size is None else (size[0], size[1])
-
-
-def take_places(positions: Tensor, kept: Tensor) -> Tensor:
-    """The positions of the patches that are left.
-
-    Shapes: positions (patches, axes) or (batch, patches, axes), kept int64 (batch, visible) -> (batch, visible, axes)
-    """
-    if positions.ndim == 2:
-        return positions[kept]
-    return positions.gather(1, kept[..., None].expand(-1, -1, positions.shape[-1]))
-
-
-def time_length(times: Tensor) -> int:
-    """How long an axis of time is, in positions: the last one and one more, as n steps at 0, 1, 2, ... have n."""
-    # A thousandth is rounding, no growth.
-    return math.ceil(times.max().item() - 1e-3) + 1
-
-
-def check_divisible(subject: str, size: Sequence[int], patch: Sequence[int]) -> None:
-    """Raise ValueError where patches do not divide a size in pixels, (height, width)."""
-    for side, length, unit in zip(("height", "width"), size, patch, strict=True):
-        if length % unit:
-            below, above = length // unit * unit, (length // unit + 1) * unit
-            valid = f"{above}" if below == 0 else f"{below} or {above}"
-            raise ValueError(
-                f"{subject} {side} {length}, which patches of {unit} pixels do not divide; resize them to {valid}"
-            )
-
-
-def check_input_size(embed: Any, img_size: Any, patch_size: Any) -> None:
-    """Raise ValueError for a size that timm's set_input_size would round down without a word."""
-    given = (img_size or embed.img_size), (patch_size or embed.patch_size)
-    size, patch = ((each, each) if isinstance(each, int) else tuple(each) for each in given)
-    check_divisible("img_size has", size, patch)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from vision_rope.convert.linear import count_features
 from vision_rope.convert.own_rope import OWN, own_rope
@@ -85,6 +88,22 @@ def build_position(
 def fit_grid(grid: Sequence[int], axes: int) -> tuple[int, ...]:
     """A grid in as many axes as an encoding has: an image is a video of one step, and without time steps are alike."""
     return (1,) * (axes - len(grid)) + tuple(grid)[-axes:]
+
+
+def take_places(positions: Tensor, kept: Tensor) -> Tensor:
+    """The positions of the patches that are left.
+
+    Shapes: positions (patches, axes) or (batch, patches, axes), kept int64 (batch, visible) -> (batch, visible, axes)
+    """
+    if positions.ndim == 2:
+        return positions[kept]
+    return positions.gather(1, kept[..., None].expand(-1, -1, positions.shape[-1]))
+
+
+def time_length(times: Tensor) -> int:
+    """How long an axis of time is, in positions: the last one and one more, as n steps at 0, 1, 2, ... have n."""
+    # A thousandth is rounding, no growth.
+    return math.ceil(times.max().item() - 1e-3) + 1
 
 
 def check_absolute(has_absolute: bool, name: str, keep_absolute: bool) -> None:

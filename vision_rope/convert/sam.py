@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from vision_rope.convert.attention import Arrangement, Position, PositionedAttention
 from vision_rope.convert.conversion import Layers, accept_any_size, convert_model
-from vision_rope.convert.model import PositionedModel, check_input_size
+from vision_rope.convert.input_size import check_input_size
+from vision_rope.convert.model import PositionedModel
 from vision_rope.convert.own_bias import drop_biases, has_biases, refuse_linear
 from vision_rope.convert.own_rope import OWN, own_rope, translate
 from vision_rope.convert.position import fit_grid

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_rope.convert.joining import join_rotations
-from vision_rope.convert.model import PositionedModel, Start, time_length
+from vision_rope.convert.model import PositionedModel, Start
+from vision_rope.convert.position import time_length
 from vision_rope.relative import RelativeEncoding
 from vision_rope.video.space_time import (
     AcrossSteps,
@@ -19,6 +20,7 @@ from vision_rope.video.space_time import (
     StepByStep,
     WithinSteps,
 )
+from vision_rope.video.stream import StreamState, start_stream, take_step
 from vision_rope.video.tubelets import check_clips, inflate, place_steps
 
 
@@ -143,6 +145,39 @@ class VideoModel(PositionedModel):
         """Weights of an image model are understood too."""
         state_dict.update(self.inflate_weights(state_dict, prefix))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def start_stream(self, *, length: int | None = None, max_steps: int | None = None) -> StreamState:
+        """The state of a stream that has seen nothing yet, for `step`; of causal models.
+
+        Args:
+            length: how long the stream will be: number of steps, with positions_per_second the last position in time
+                and one more. A context extension and the resampling of a learned embedding follow from it and stay
+                what they are during the stream; a clip of that length as a whole gives the same. By default that of
+                training, where nothing is extended or resampled. A rotary embedding goes on beyond it.
+            max_steps: how many steps a step looks at, its own among them, beside prefix tokens; None looks at all, and
+                what is kept grows with each step.
+
+        Raises: ValueError for a model that is not causal, or whose encoding adds terms to scores.
+        """
+        return start_stream(self, length, max_steps)
+
+    def step(self, state: StreamState, frames: Tensor, seconds: Any = None) -> tuple[StreamState, Tensor]:
+        """The next step of a stream: its new state and the step's tokens behind the last norm.
+
+        In eval mode, and under no_grad where nothing is trained. Without `max_steps`, tokens of all steps one after the
+        other are what `forward_features` gives for the whole clip.
+
+        Args:
+            state: of `start_stream` or of a step before; it stays as it is and can be used again.
+            frames: those of one tubelet.
+            seconds: of each of these frames, needed with positions_per_second: counted from the same moment as in the
+                steps before.
+
+        Shapes: frames (batch, channels, frames of a tubelet, height, width), seconds (frames) or (batch, frames) ->
+            tokens (batch, rows * columns, dim), in the first step (batch, prefix + rows * columns, dim)
+        Raises: ValueError where frames or seconds do not fit the stream, or in training mode.
+        """
+        return take_step(self, state, frames, seconds)
 
     def _start(self, x: Any, attn_mask: Tensor | None) -> Start:
         """Clips and their seconds -> what the blocks get."""
