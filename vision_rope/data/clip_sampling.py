@@ -8,15 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Seconds that tell no two frames apart: rounding must not say which of two frames, equally far, is taken.
+SAME_TIME = 1e-6
+
 
 @dataclass(frozen=True)
 class ClipSampling:
     """Frames of a clip and their rate.
 
-    Frame k of a clip is the one whose time is nearest to that of the first plus k / fps. A video with fewer frames a
-    second than that gives those it has, one after the other, none twice. A video that lasts less than a clip, but has
-    the frames for one, is sampled over all it has, more densely than asked for. The times of a clip are those of its
-    frames, whatever was asked for.
+    Frame k of a clip is the one whose time is nearest to that of the first plus k / fps, the earlier of two. A video
+    with fewer frames a second than that gives those it has, one after the other, none twice. A video that lasts less
+    than a clip, but has the frames for one, is sampled over all it has, more densely than asked for. The times of a
+    clip are those of its frames, whatever was asked for.
 
     Args:
         num_frames: frames of a clip.
@@ -36,7 +39,7 @@ class ClipSampling:
             raise ValueError(f"fps is {self.fps}, but frames a second must be positive; none takes every frame")
 
     def choose(self, seconds: Tensor, position: float = 0.5) -> Tensor:
-        """Choose the frames of the clip that begins at a part of what the video has beyond a clip's length.
+        """Choose the frames of one of the clips that a video has, which begin at each of its frames but the last ones.
 
         Args:
             seconds: float64 (frames,), the times of all frames, rising.
@@ -49,17 +52,22 @@ class ClipSampling:
         if total < count:
             raise ValueError(
                 f"it has {total} frames, but a clip takes {count}, none twice; give a smaller video.num_frames, or "
-                "video.broken: skip to leave such videos out"
+                "video.broken: skip, which leaves such videos out"
             )
         steps = torch.arange(count)
         if self.fps is None:
-            return steps + min(int(position * (total - count + 1)), total - count)
-        first, lasting = seconds[0], float(seconds[-1] - seconds[0])
-        length = min((count - 1) / self.fps, lasting)
-        wanted = first + position * (lasting - length) + length * steps.double() / max(count - 1, 1)
+            return steps + _place(position, total - count + 1)
+        length = min((count - 1) / self.fps, float(seconds[-1] - seconds[0]))
+        starts = torch.searchsorted(seconds, seconds[-1] - length + SAME_TIME, right=True)
+        wanted = seconds[_place(position, int(starts))] + length * steps.double() / max(count - 1, 1)
         after = torch.searchsorted(seconds, wanted).clamp(max=total - 1)
         before = (after - 1).clamp(min=0)
-        nearest = torch.where(wanted - seconds[before] <= seconds[after] - wanted, before, after)
+        nearest = torch.where(wanted - seconds[before] <= seconds[after] - wanted + SAME_TIME, before, after)
         # Where two are the same, the later one moves on; at the end of a video all move back.
         distinct = (nearest - steps).cummax(0).values + steps
         return torch.minimum(distinct, steps + total - count)
+
+
+def _place(position: float, count: int) -> int:
+    """One of so many places in a row, by a number from 0 to 1."""
+    return min(int(position * count), count - 1)
