@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from vision_rope.convert import create_model
 from vision_rope.convert.model import PositionedModel
 from vision_rope.convert.own_bias import refuse_left_out
+from vision_rope.video.model import VideoModel
+from vision_rope.video.vit import video_vit
 
 
 class MaskedModel(nn.Module):
@@ -38,6 +40,11 @@ class MaskedModel(nn.Module):
         _check_encoder(timm_encoder)
         if decoder is not None:
             refuse_left_out(encoder)
+            if getattr(encoder, "space_time", "joint") == "factorised":
+                raise ValueError(
+                    "the encoder's attention is factorised, which needs all tubelets of a place and of a step; encode "
+                    "all of them (masked.encoder: all), or choose joint attention"
+                )
         self.encoder = encoder
         self.decoder = decoder
         timm_decoder: Any = decoder
@@ -138,7 +145,8 @@ def create_decoder(
 ) -> PositionedModel:
     """A small positioned transformer over the encoder's grid of patches, for `MaskedModel`.
 
-    It is a timm ViT whose patches are the encoder's tokens, so that every position encoding works in it too.
+    It is a timm ViT whose patches are the encoder's tokens, so that every position encoding works in it too; of an
+    encoder of clips a video transformer that looks at time as the encoder does.
 
     Raises:
         ValueError: for an encoder that `MaskedModel` refuses, a width that the heads do not divide, or that the
@@ -151,24 +159,39 @@ def create_decoder(
             "must divide dim"
         )
     embed: Any = encoder.patch_embed
+    layers: dict[str, Any] = {
+        "img_size": tuple(embed.img_size),
+        "patch_size": tuple(embed.patch_size),
+        "embed_dim": dim,
+        "depth": depth,
+        "num_heads": num_heads,
+        "num_classes": 0,
+        "class_token": False,
+        "global_pool": "avg",
+        "fc_norm": False,
+    }
+    encoding: dict[str, Any] = {
+        "position": position,
+        "position_options": position_options,
+        "keep_absolute": keep_absolute,
+    }
     try:
-        decoder = create_model(
-            "vit_small_patch16_224",
-            position=position,
-            position_options=position_options,
-            keep_absolute=keep_absolute,
-            attention=attention,
-            attention_options=attention_options,
-            img_size=tuple(embed.img_size),
-            patch_size=tuple(embed.patch_size),
-            embed_dim=dim,
-            depth=depth,
-            num_heads=num_heads,
-            num_classes=0,
-            class_token=False,
-            global_pool="avg",
-            fc_norm=False,
-        )
+        decoder: PositionedModel
+        if isinstance(encoder, VideoModel):
+            decoder = video_vit(
+                "vit_small_patch16_224",
+                num_frames=encoder.num_frames,
+                tubelet=embed.tubelet,
+                attention=encoder.space_time,
+                causal=encoder.causal,
+                positions_per_second=encoder.positions_per_second,
+                **encoding,
+                **layers,
+            )
+        else:
+            decoder = create_model(
+                "vit_small_patch16_224", attention=attention, attention_options=attention_options, **encoding, **layers
+            )
     except ValueError as error:
         raise ValueError(f"the decoder of dim {dim} and {num_heads} heads cannot be built: {error}") from error
     decoder.patch_embed.proj = nn.Identity()
