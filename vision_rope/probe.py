@@ -15,17 +15,19 @@ from tqdm import tqdm
 
 import vision_rope
 from vision_rope.checkpoint import build_model, load_run, write_whole
-from vision_rope.config import TrainConfig, load_yaml
-from vision_rope.data import ImageSource, create_loader, eval_transform
+from vision_rope.config import TrainConfig, VideoConfig, load_yaml
+from vision_rope.data import IterableSource, create_loader, eval_transform
 from vision_rope.data.randomness import derive_seed, isolated_randomness
 from vision_rope.evaluate import choose_data
 from vision_rope.extension_text import parse_extension
 from vision_rope.feature_classifiers import check_neighbours, fit_best, knn_votes
 from vision_rope.metrics import ClassificationMetrics
 from vision_rope.parallel import choose_precision, distributed
+from vision_rope.points import Point
 from vision_rope.results import METRICS, UNTRAINED, Row, write_csv
 from vision_rope.sizes import Size, check_sizes, format_size, largest_size, parse_size, pixel_size
 from vision_rope.suggestion import did_you_mean
+from vision_rope.sweep import train_grid
 from vision_rope.targets import open_split
 
 WEIGHTS = ("best", "last", "ema", UNTRAINED)
@@ -100,7 +102,7 @@ def probe(
                 f"probe was started as {process.world_size} processes, but it needs all features in one; start it "
                 "without torchrun"
             )
-        parts = [open_split(source, "train"), open_split(source, "validation")]
+        parts = [open_split(source, "train", config), open_split(source, "validation", config)]
         classes = _check_data(source.source, parts, k)
         loaders = [
             create_loader(
@@ -121,7 +123,7 @@ def probe(
             name: _load_backbone(folder, config, name, len(classes), process.device) for name in chosen_weights
         }
         for backbone in backbones.values():
-            _fit_to_size(backbone, chosen_size, train_size, extend)
+            _fit_to_size(backbone, chosen_size, train_size, extend, config.video)
         for name, backbone in backbones.items():
             train, validation = (
                 extract_features(
@@ -193,7 +195,7 @@ def probe_features(
 
 def extract_features(
     backbone: nn.Module,
-    loader: Iterable[tuple[Tensor, ...]],
+    loader: Iterable[tuple[Any, ...]],
     *,
     precision: str = "fp32",
     description: str | None = None,
@@ -215,7 +217,10 @@ def extract_features(
         model.eval()
         for images, its_labels, *_ in tqdm(loader, desc=description, unit="batch", disable=description is None or None):
             with torch.inference_mode(), torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-                features.append(model.forward_head(model.forward_features(images), pre_logits=True).float())
+                tokens = (
+                    model.forward_features(images) if isinstance(images, Tensor) else model.forward_features(*images)
+                )
+                features.append(model.forward_head(tokens, pre_logits=True).float())
             labels.append(its_labels)
     finally:
         model.train(training)
@@ -299,7 +304,7 @@ def _check_data(source: str, parts: Sequence[Any], k: int) -> list[str]:
         )
     if classes != list(validation.classes):
         raise ValueError(f"data {source}: the splits have different classes")
-    if isinstance(train, ImageSource) and k > len(train):
+    if not isinstance(train, IterableSource) and k > len(train):
         raise ValueError(f"k is {k}, but {source} has only {len(train)} training images; give fewer neighbours")
     return classes
 
@@ -316,9 +321,12 @@ def _load_backbone(
     return model.encoder if config.task == "masked" else model  # type: ignore[return-value]
 
 
-def _fit_to_size(backbone: nn.Module, size: Size, train_size: Size, method: str) -> None:
+def _fit_to_size(backbone: nn.Module, size: Size, train_size: Size, method: str, video: VideoConfig) -> None:
     """Refuse a size that the patch does not divide, and switch the extension."""
     height, width = backbone.patch_embed.patch_size  # type: ignore[union-attr, misc]
     check_sizes([size], (height, width))
     name, knobs = parse_extension(method)
-    vision_rope.set_extension(backbone, name, train_size=(train_size[0] // height, train_size[1] // width), **knobs)
+    patch = (height, width) if video.num_frames is None else (video.tubelet, height, width)
+    speed = None if name == "none" else video.positions_per_second
+    grid = train_grid(Point(train_size, video.num_frames, video.fps), patch, speed)
+    vision_rope.set_extension(backbone, name, train_size=grid, **knobs)
