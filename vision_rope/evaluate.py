@@ -7,15 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from vision_rope.config import DataConfig, TrainConfig, load_yaml
 from vision_rope.measure import Meter, measure
 from vision_rope.parallel import distributed
 from vision_rope.points import Point, parse_fps, parse_frames
 from vision_rope.results import Row, format_table, write_results
 from vision_rope.sizes import format_size, parse_sizes
-from vision_rope.sweep import check_methods, refuse_frames, sweep
+from vision_rope.sweep import check_methods, patch_size_of, refuse_frames, sweep
 from vision_rope.targets import open_run, open_timm
 
 __all__ = [
@@ -162,7 +160,7 @@ def evaluate(
             train_frames=own.video.num_frames,
             train_fps=own.video.fps,
             positions_per_second=own.video.positions_per_second,
-            patch_size=_patch_size(found.model),
+            patch_size=patch_size_of(found.model),
             device=process.device,
             mean=found.data.mean,
             std=found.data.std,
@@ -184,15 +182,6 @@ def evaluate(
         for stale in set(folder_out.glob("reconstruction-*.png")) - set(files):
             stale.unlink()
         return rows, files
-
-
-def _patch_size(model: nn.Module) -> tuple[int, ...]:
-    """(height, width) of a patch, or (frames, height, width) of a tubelet."""
-    embed = getattr(model, "patch_embed", None)
-    if (tubelet := getattr(embed, "tubelet", None)) is not None:
-        return tuple(tubelet)
-    patch = getattr(embed, "patch_size", 1)
-    return (patch, patch) if isinstance(patch, int) else (int(patch[0]), int(patch[1]))
 
 
 def choose_data(own: DataConfig, source: str | None, root: str | None, split: str | None) -> DataConfig:

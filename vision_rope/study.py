@@ -26,6 +26,7 @@ import torch
 
 from vision_rope.checkpoint import build_model, find_last, write_whole
 from vision_rope.config import to_yaml
+from vision_rope.points import point_of
 from vision_rope.references import create_references
 from vision_rope.results import Row, without_classes
 from vision_rope.sizes import parse_sizes, pixel_size
@@ -240,22 +241,21 @@ def _references(config: StudyConfig, output: Path) -> dict[str, list[Row]]:
     if config.task != "masked" or config.masked.target != "pixels":
         return {}
     from vision_rope.data import take_evenly
-    from vision_rope.evaluate import sweep
     from vision_rope.parallel import choose_device
+    from vision_rope.sweep import patch_size_of, sweep
     from vision_rope.targets import open_split
     from vision_rope.tasks import create_task
 
     path, data = output / "references.json", config.data
     plain = override(config, {"model.position": "none"})
-    embed: Any = build_model(plain, 0, pretrained=False).patch_embed
-    patch_size = (embed.patch_size[0], embed.patch_size[1])
-    basis = [str(part) for part in (data, config.masked, config.evaluation, patch_size)]
+    patch_size = patch_size_of(build_model(plain, 0, pretrained=False))
+    basis = [str(part) for part in (data, config.video, config.motion, config.masked, config.evaluation, patch_size)]
     with suppress(OSError, ValueError, TypeError, KeyError):
         # Made in seconds: a file that is missing or damaged is made anew.
         kept = json.loads(path.read_text())
         if kept["basis"] == basis:
             return kept["rows"]
-    dataset = take_evenly(open_split(data, "validation"), config.evaluation.max_images)
+    dataset = take_evenly(open_split(data, "validation", config), config.evaluation.max_images)
     rows = {
         name: without_classes(
             sweep(
@@ -263,8 +263,12 @@ def _references(config: StudyConfig, output: Path) -> dict[str, list[Row]]:
                 dataset,
                 task=create_task(plain, 0, patch_size),
                 sizes=parse_sizes(config.evaluation.sizes),
+                frames=config.evaluation.frames,
+                fps=config.evaluation.fps,
                 methods=["none"],
                 train_size=pixel_size(data.size),
+                train_frames=config.video.num_frames,
+                train_fps=config.video.fps,
                 patch_size=patch_size,
                 device=choose_device(config.run.device),
                 mean=data.mean,
@@ -284,13 +288,13 @@ def _references(config: StudyConfig, output: Path) -> dict[str, list[Row]]:
 
 
 def _describe(cell: Cell, result: dict[str, Any]) -> str:
-    from vision_rope.study_results import choose_metric
+    from vision_rope.study_results import choose_metrics
 
     name = f"{cell.row}, seed {cell.config.seed}"
     if result["failed"]:
         return f"{name}: failed: {result['failed']}"
     rows = [row for row in result["rows"] if row["method"] == "none"]
-    metric = choose_metric(rows)
+    metric = choose_metrics(rows)[0]
     known = [row for row in rows if row[metric] is not None]
-    figures = ", ".join(f"{100 * row[metric]:.1f} at {row['size']}" for row in known) or "has no value"
+    figures = ", ".join(f"{100 * row[metric]:.1f} at {point_of(row)}" for row in known) or "has no value"
     return f"{name}: {metric} {figures} ({result['cpu_seconds']:.0f} CPU s)"

@@ -25,7 +25,8 @@ ROW_NAME = re.compile(r"[^\W_][\w .,+=()-]{0,59}")
 SHARED_KEYS = (
     *("task", "seed", "masked.ratio", "masked.block", "masked.target", "data.source", "data.root", "data.train_split"),
     *("data.val_split", "data.val_fraction", "data.split_seed", "data.download", "data.interpolation"),
-    *("data.mean", "data.std"),
+    *("data.mean", "data.std", "masked.block_steps"),
+    *("video.num_frames", "video.fps", "video.tubelet", "video.broken"),
 )
 
 
@@ -73,14 +74,18 @@ def study_rows(config: StudyConfig) -> dict[str, dict[str, Any]]:
         ValueError: for an encoding that is in no table, and where no row is left.
     """
     section = config.study
-    known = [*ENCODINGS, *(name for name in PRESETS if preset(name, head_dim=24).axes == 2)]
-    wanted = known if section.encodings == ["all"] else section.encodings
+    in_space, in_time = ([name for name in PRESETS if preset(name, head_dim=24).axes == axes] for axes in (2, 3))
+    clips = config.video.num_frames is not None
+    # Presets of two axes know no time: of clips they are taken where they are named.
+    everything = [*ENCODINGS, *(in_time if clips else in_space)]
+    known = [*everything, *(in_space if clips else [])]
+    wanted = everything if section.encodings == ["all"] else section.encodings
     for key, names in (("encodings", wanted), ("leave_out", section.leave_out)):
         for name in names:
             if name not in known:
                 raise ValueError(
-                    f"study.{key} holds {name!r}; the position encodings for images are {', '.join(known)}, "
-                    f"or all of them: all{did_you_mean(name, known)}"
+                    f"study.{key} holds {name!r}; the position encodings for {'clips' if clips else 'images'} are "
+                    f"{', '.join(known)}, or all of them: all{did_you_mean(name, known)}"
                 )
     rows: dict[str, dict[str, Any]] = {
         name: {"model.position": name} for name in wanted if name not in section.leave_out
@@ -110,7 +115,7 @@ def _check_row(name: Any, keys: Any, *, taken: Sequence[str]) -> None:
     if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys):
         raise ValueError(f"study.rows.{name} is {keys!r}, but it must hold keys: {{model.position: rope-vit-axial}}")
     for key, _ in flags.flatten(StudyConfig, keys):
-        if key in SHARED_KEYS or key.startswith(("run.", "study.", "evaluation.")):
+        if key in SHARED_KEYS or key.startswith(("run.", "study.", "evaluation.", "motion.")):
             raise ValueError(
                 f"study.rows.{name} sets {key}, which says what is measured or where, and must be the same for all rows"
             )

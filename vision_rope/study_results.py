@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vision_rope.checkpoint import write_whole
+from vision_rope.points import point_of, training_of
 from vision_rope.references import REFERENCES
 from vision_rope.results import METRICS, Row, write_csv
 
@@ -20,9 +22,11 @@ VERDICT = (
 )
 
 
-def choose_metric(rows: Sequence[Row]) -> str:
-    """The metric that a study is told by: R2, AUROC for two classes, else top-1."""
-    return next((name for name in ("r2", "auroc") if any(name in row for row in rows)), "top1")
+def choose_metrics(rows: Sequence[Row]) -> list[str]:
+    """What a study is told by, the most important first: direction, way and speed of motion; R2; AUROC; top-1."""
+    if any("direction" in row for row in rows):
+        return ["direction", "way", "speed"]
+    return [next((name for name in ("r2", "auroc") if any(name in row for row in rows)), "top1")]
 
 
 def write_study(rows: Sequence[Row], baseline: str, folder: Path) -> list[Path]:
@@ -32,38 +36,40 @@ def write_study(rows: Sequence[Row], baseline: str, folder: Path) -> list[Path]:
     files = [folder / name for name in ("study.csv", "pairs.csv", "study.md", "study.png")]
     columns = dict.fromkeys(key for row in rows for key in row)
     write_csv(files[0], [{key: row.get(key) for key in columns} for row in rows])
-    metric = choose_metric(rows)
-    write_csv(
-        files[1],
-        [{key: _join(value) for key, value in pair.items()} for pair in compare_pairs(rows, metric, baseline)],
-    )
+    metrics = choose_metrics(rows)
+    pairs = [
+        {**({"metric": metric} if len(metrics) > 1 else {}), **pair}
+        for metric in metrics
+        for pair in compare_pairs(rows, metric, baseline)
+    ]
+    write_csv(files[1], [{key: _join(value) for key, value in pair.items()} for pair in pairs])
     write_whole(files[2], format_study(rows, baseline).encode())
-    plot_study(rows, metric, files[3])
+    plot_study(rows, metrics[0], files[3])
     return files
 
 
 def compare_pairs(rows: Sequence[Row], metric: str, baseline: str) -> list[dict[str, Any]]:
     """Differences between two results of the same seed: a method against none, and a row against the baseline.
 
-    Keys: kind (method or row), row, against, size, method; seeds and differences as lists; mean, least, most; resolved:
-    all seeds have the same sign, and there are at least three.
+    Keys: kind (method or row), row, against, size (of clips point), method; seeds and differences as lists; mean,
+    least, most; resolved: all seeds have the same sign, and there are at least three.
     """
     found = {
-        (row["row"], row["size"], row["method"], row["seed"]): row[metric]
+        (row["row"], point_of(row), row["method"], row["seed"]): row[metric]
         for row in rows
         if row.get(metric) is not None and row["seed"] is not None
     }
     names = list(dict.fromkeys(key[0] for key in found))
-    sizes = list(dict.fromkeys(key[1] for key in found))
+    points = list(dict.fromkeys(key[1] for key in found))
     methods = list(dict.fromkeys(key[2] for key in found))
-    wanted = [(name, size, method, name, "none") for name in names for size in sizes for method in methods[1:]]
+    wanted = [(name, point, method, name, "none") for name in names for point in points for method in methods[1:]]
     if baseline:
-        wanted += [(name, size, "none", baseline, "none") for name in names for size in sizes if name != baseline]
+        wanted += [(name, point, "none", baseline, "none") for name in names for point in points if name != baseline]
     pairs = []
-    for name, size, method, other, plain in wanted:
-        seeds = [seed for a, b, c, seed in found if (a, b, c) == (name, size, method)]
-        seeds = [seed for seed in seeds if (other, size, plain, seed) in found]
-        differences = [found[name, size, method, seed] - found[other, size, plain, seed] for seed in seeds]
+    for name, point, method, other, plain in wanted:
+        seeds = [seed for a, b, c, seed in found if (a, b, c) == (name, point, method)]
+        seeds = [seed for seed in seeds if (other, point, plain, seed) in found]
+        differences = [found[name, point, method, seed] - found[other, point, plain, seed] for seed in seeds]
         # Below the trained size a method changes nothing but the last digits.
         if not differences or max(map(abs, differences)) < NOTHING:
             continue
@@ -73,7 +79,7 @@ def compare_pairs(rows: Sequence[Row], metric: str, baseline: str) -> list[dict[
                 "kind": "method" if other == name else "row",
                 "row": name,
                 "against": other if other != name else "none",
-                "size": size,
+                _place_key(rows): point,
                 "method": method,
                 "seeds": seeds,
                 "differences": differences,
@@ -88,42 +94,89 @@ def compare_pairs(rows: Sequence[Row], metric: str, baseline: str) -> list[dict[
 
 def format_study(rows: Sequence[Row], baseline: str) -> str:
     """The tables in Markdown: figures times 100 as mean (least to most of the seeds)."""
-    metric = choose_metric(rows)
+    metric, *others = choose_metrics(rows)
     pairs = compare_pairs(rows, metric, baseline)
-    known = [row for row in rows if row.get(metric) is not None]
-    sizes = list(dict.fromkeys(row["size"] for row in sorted(known, key=lambda row: row["height"] * row["width"])))
-    facts = next(iter(known), {})
-    seeds = len({row["seed"] for row in known if row["seed"] is not None}) or 1
-    lines = [
-        f"{METRICS[metric]} x 100 at image sizes in pixels (trained at {_trained(known)}); "
-        + (f"mean (least to most) of {seeds} seeds; " if seeds > 1 else "one seed; ")
-        + f"{facts.get('images')} images of {facts.get('data')}. A method that changes nothing in a row has no line.",
-        "",
-        "| row | method | " + " | ".join(sizes) + " | CPU s a training |",
-        "|---|---|" + "---:|" * (len(sizes) + 1),
-    ]
-    for name, method, members in _lines(known):
-        if method != "none" and all(_same(row, known, metric) for row in members):
-            continue
-        whole = seeds if members[0]["seed"] is not None else 1
-        cells = [_spread([row[metric] for row in members if row["size"] == size], whole) for size in sizes]
-        spent = {row["seed"]: row["cpu_seconds"] for row in members if row.get("cpu_seconds") is not None}
-        cost = f"{sum(spent.values()) / len(spent):.0f}" if method == "none" and spent else ""
-        lines.append(f"| {name} | {method} | {' | '.join(cells)} | {cost} |")
-    if reasons := [*_definitions(known), *_reasons(rows)]:
+    lines = _table(rows, metric)
+    for other in others:
+        lines += ["", *_table(rows, other)]
+    known = _known(rows, metric)
+    if reasons := [*_definitions(known), *_clip_counts(known), *_reasons(rows)]:
         lines += ["", *reasons]
+    also = f" ({METRICS[metric]}; {' and '.join(METRICS[other] for other in others)} in pairs.csv)" if others else ""
     for title, chosen in (
         ("A method against none, the same trained weights", [pair for pair in pairs if pair["kind"] == "method"]),
         ("A row against the baseline, the same seeds", [pair for pair in pairs if pair["kind"] == "row"]),
     ):
         if chosen:
-            lines += ["", f"{title}: differences by seed, times 100. {VERDICT}", "", *_pair_table(chosen)]
+            lines += ["", f"{title}{also}: differences by seed, times 100. {VERDICT}", "", *_pair_table(chosen)]
     return "\n".join(lines) + "\n"
 
 
+def _known(rows: Sequence[Row], metric: str) -> list[Row]:
+    return [row for row in rows if row.get(metric) is not None]
+
+
+def _place_key(rows: Sequence[Row]) -> str:
+    """What the place of a figure is called: a size, of clips a point."""
+    return "point" if any("frames" in row for row in rows) else "size"
+
+
+def _table(rows: Sequence[Row], metric: str) -> list[str]:
+    """A line a row and method, a column a size or point."""
+    known = _known(rows, metric)
+    points = list(dict.fromkeys(map(point_of, sorted(known, key=_order))))
+    where = "frames, rates and sizes" if _place_key(rows) == "point" else "image sizes"
+    facts = next(iter(known), {})
+    seeds = len({row["seed"] for row in known if row["seed"] is not None}) or 1
+    lines = [
+        f"{METRICS[metric]} x 100 at {where} in pixels (trained at {_trained(known)}); "
+        + (f"mean (least to most) of {seeds} seeds; " if seeds > 1 else "one seed; ")
+        + f"{_count(known)} of {facts.get('data')}. A method that changes nothing in a row has no line.",
+        "",
+        "| row | method | " + " | ".join(points) + " | CPU s a training |",
+        "|---|---|" + "---:|" * (len(points) + 1),
+    ]
+    for name, method, members in _lines(known):
+        if method != "none" and all(_same(row, known, metric) for row in members):
+            continue
+        whole = seeds if members[0]["seed"] is not None else 1
+        cells = [_spread([row[metric] for row in members if point_of(row) == point], whole) for point in points]
+        spent = {row["seed"]: row["cpu_seconds"] for row in members if row.get("cpu_seconds") is not None}
+        cost = f"{sum(spent.values()) / len(spent):.0f}" if method == "none" and spent else ""
+        lines.append(f"| {name} | {method} | {' | '.join(cells)} | {cost} |")
+    return lines
+
+
+def _count(rows: Sequence[Row]) -> str:
+    """How many images or clips figures are made of; of clips it may hang on the point."""
+    kind = "clips" if _place_key(rows) == "point" else "images"
+    counts = [row[kind] for row in rows] or [None]
+    return f"{counts[0]} {kind}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)} {kind}"
+
+
+def _order(row: Row) -> tuple[float, float, float]:
+    """By size, of clips by rate (every frame last) and frames too."""
+    return row["height"] * row["width"], row.get("fps") or math.inf, row.get("frames") or 0
+
+
+def _clip_counts(rows: Sequence[Row]) -> list[str]:
+    """At which points clips were left out, or last less or more than asked for."""
+    words = {
+        "clips_left_out": "left out, because they cannot be read or have too few frames",
+        "clips_shorter": "shorter, and sampled more densely",
+        "clips_longer": "longer, for want of so many frames a second",
+    }
+    found: dict[str, list[str]] = {}
+    for row in sorted(rows, key=_order):
+        for key, what in words.items():
+            if row.get(key):
+                found.setdefault(f"{row[key]} of {row['clips']} clips are {what}", []).append(point_of(row))
+    return [f"- {', '.join(dict.fromkeys(points))}: {what}." for what, points in found.items()]
+
+
 def _trained(rows: Sequence[Row]) -> str:
-    """The size of most rows, and what others were trained at: their largest size, where sizes were random."""
-    sizes = {row["row"]: str(row["train_size"]) for row in rows}
+    """The size or point of most rows, and what others were trained at: their largest size, where sizes were random."""
+    sizes = {row["row"]: training_of(row) for row in rows}
     usual = max(sizes.values(), key=list(sizes.values()).count, default="-")
     others = [f"{name} up to {size}" for name, size in sizes.items() if size != usual]
     return "; ".join([usual, *others])
@@ -162,12 +215,13 @@ def _reasons(rows: Sequence[Row]) -> list[str]:
 
 
 def _pair_table(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = ["| row | against | size | method | differences | mean | |", "|---|---|---:|---|---|---:|---|"]
+    place = "point" if "point" in pairs[0] else "size"
+    lines = [f"| row | against | {place} | method | differences | mean | |", "|---|---|---:|---|---|---:|---|"]
     for pair in pairs:
         differences = ", ".join(f"{100 * value:+.1f}" for value in pair["differences"])
         verdict = ("higher" if pair["mean"] > 0 else "lower") if pair["resolved"] else "not resolved"
         lines.append(
-            f"| {pair['row']} | {pair['against']} | {pair['size']} | {pair['method']} | {differences} | "
+            f"| {pair['row']} | {pair['against']} | {pair[place]} | {pair['method']} | {differences} | "
             f"{100 * pair['mean']:+.1f} | {verdict} |"
         )
     return lines
@@ -184,8 +238,8 @@ def _lines(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
 
 def _same(row: Row, rows: Sequence[Row], metric: str) -> bool:
     """Whether a method changed nothing against none."""
-    key = (row["row"], row["seed"], row["size"], "none")
-    plain = [other[metric] for other in rows if (other["row"], other["seed"], other["size"], other["method"]) == key]
+    key = (row["row"], row["seed"], point_of(row), "none")
+    plain = [other[metric] for other in rows if (other["row"], other["seed"], point_of(other), other["method"]) == key]
     return plain == [row[metric]]
 
 

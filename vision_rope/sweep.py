@@ -165,6 +165,15 @@ def refuse_frames(frames: Sequence[int], fps: Sequence[float]) -> None:
             )
 
 
+def patch_size_of(model: nn.Module) -> tuple[int, ...]:
+    """(height, width) of a patch, or (frames, height, width) of a tubelet."""
+    embed = getattr(model, "patch_embed", None)
+    if (tubelet := getattr(embed, "tubelet", None)) is not None:
+        return tuple(tubelet)
+    patch = getattr(embed, "patch_size", 1)
+    return (patch, patch) if isinstance(patch, int) else (int(patch[0]), int(patch[1]))
+
+
 def train_grid(trained: Point, patch_size: Sequence[int], positions_per_second: float | None) -> tuple[int, ...]:
     """The grid that extension counts from; where time goes by seconds, its length is that of the last position.
 
