@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vision_rope.benchmark import choose, memory, peers, rotate, timing, vit
+from vision_rope.benchmark import choose, memory, peers, rotate, timing, video, vit
 from vision_rope.benchmark.report import format_benchmark, plot_benchmark, summarize
 from vision_rope.cli import main
 
@@ -179,6 +179,30 @@ def test_vit_cases_run(section):
         assert case.floor in case.runs
 
 
+@pytest.mark.parametrize("section", video.SECTIONS)
+def test_video_cases_run(monkeypatch, section):
+    monkeypatch.setattr(video, "NAME", "vit_tiny_patch16_224")
+    (build,) = video.video_cases([section], [32], [4], 2, CPU)
+    case = build()
+    assert case.ours in case.runs
+    outputs = {name: run() for name, run in case.runs.items()}
+    if section == "clip":
+        assert {name: out.shape for name, out in outputs.items()} == {
+            "vision_rope joint": (2, 1000),
+            "vision_rope factorised": (2, 1000),
+            "vision_rope causal": (2, 1000),
+            "timm plain, a frame a step": (4, 1000),
+            "vision_rope streaming": (2, 4, 192),
+        }
+    elif section == "step":
+        for attention in ("joint", "factorised"):
+            _, cached = outputs[f"vision_rope {attention}, cached"]
+            whole = outputs[f"vision_rope {attention}, whole clip"]
+            torch.testing.assert_close(cached, whole[:, -4:], atol=1e-5, rtol=1e-5)
+    else:
+        assert all(gradient is not None for gradient in outputs["vision_rope joint"])
+
+
 @pytest.mark.parametrize("section", memory.SECTIONS)
 def test_memory_cases_run(section):
     (build,) = memory.memory_cases([section], [2], [2], [2], CPU)
@@ -202,6 +226,8 @@ def test_memory_cases_run(section):
         (["rotate", "--rounds", "0"], "rounds is 0"),
         (["vit", "--sizes", "225"], "sizes has '225'; give multiples of 16"),
         (["vit", "--batch-size", "0"], "batch-size is 0"),
+        (["vit", "--frames", "3"], "frames has 3; give multiples of 2"),
+        (["vit", "--frames", "4", "--sections", "block"], "sections has 'block'; choose from clip"),
         (["rotate", "--treads", "2"], "did you mean --threads"),
         (["rotat"], "did you mean rotate"),
     ],

@@ -46,22 +46,31 @@ def _prepare_rotate(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, 
 
 def _vit_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sections", help="what to compare, with commas [all]")
-    parser.add_argument("--sizes", default="224,448", help="square image sizes in pixels [224,448]")
-    parser.add_argument("--batch-size", type=int, default=4, help="images a batch [4]")
+    parser.add_argument("--sizes", default="224,448", help="square sizes in pixels [224,448]")
+    parser.add_argument("--frames", help="frames of a clip, for instance 16,64: a video ViT-S instead of an image one")
+    parser.add_argument("--batch-size", type=int, help="images a batch [4], or clips [1]")
 
 
 def _prepare_vit(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, str], list[Callable[[], Any]]]:
-    from vision_rope.benchmark import vit
+    from vision_rope.benchmark import video, vit
 
-    sections = choose("sections", parsed.sections, vit.SECTIONS, vit.DEFAULT_SECTIONS)
+    room: Any = vit if parsed.frames is None else video
+    sections = choose("sections", parsed.sections, room.SECTIONS, tuple(room.SECTIONS))
     sizes = []
     for text in parsed.sizes.split(","):
         if not text.isdecimal() or int(text) < vit.PATCH or int(text) % vit.PATCH:
             raise ValueError(f"sizes has {text!r}; give multiples of {vit.PATCH} pixels, for instance 224,448")
         sizes.append(int(text))
-    if parsed.batch_size < 1:
-        raise ValueError(f"batch-size is {parsed.batch_size}; it must be a positive number of images")
-    return vit.SECTIONS, vit.vit_cases(sections, list(dict.fromkeys(sizes)), parsed.batch_size, device)
+    sizes = list(dict.fromkeys(sizes))
+    if parsed.batch_size is not None and parsed.batch_size < 1:
+        raise ValueError(f"batch-size is {parsed.batch_size}; it must be a positive number of images or clips")
+    if parsed.frames is None:
+        return vit.SECTIONS, vit.vit_cases(sections, sizes, parsed.batch_size or 4, device)
+    frames = _counts("frames", parsed.frames)
+    for count in frames:
+        if count % video.TUBELET:
+            raise ValueError(f"frames has {count}; give multiples of {video.TUBELET}, the frames of a tubelet")
+    return video.SECTIONS, video.video_cases(sections, sizes, frames, parsed.batch_size or 1, device)
 
 
 def _memory_flags(parser: argparse.ArgumentParser) -> None:

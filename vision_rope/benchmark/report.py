@@ -24,7 +24,7 @@ def format_benchmark(rows: Sequence[Row], machine: Mapping[str, Any], titles: Ma
     lines += [
         "Times are medians of rounds in which all candidates ran in random order; ratios are medians of the rounds'",
         "ratios, with the middle half of the rounds in brackets. Errors are the largest difference to float64; peak",
-        "memory is what new tensors held at once, in multiples of queries and keys.",
+        "memory is what new tensors held at once, in multiples of what goes in: queries and keys, memory, a clip.",
         "The floor is the least the work can cost: `clone`, `copy_`, or the same work without positions.",
     ]
     for section in dict.fromkeys(row["section"] for row in rows):

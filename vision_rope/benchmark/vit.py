@@ -26,7 +26,6 @@ SECTIONS = {
     "model": "a ViT-S, forward; the floor is timm's, without RoPE",
     "training": "the same, forward and backward",
 }
-DEFAULT_SECTIONS = tuple(SECTIONS)
 SIZES = (224, 448)
 
 
