@@ -86,6 +86,10 @@ def _check_model(model: nn.Module) -> PositionedModel:
             f"model is a {type(model).__name__}; packing works for timm's {names} families; a NaFlexVit takes images "
             "of several sizes as a NaFlex batch, other models take those of one size"
         )
+    if len(model.train_grid) == 3:
+        raise ValueError(
+            f"model is a {type(model).__name__}, a model of videos; packing is for images: give it clips of one size"
+        )
     if model.global_pool == "":
         raise ValueError(
             "the model does not pool its tokens (global_pool=''), and images have different numbers of them; choose "

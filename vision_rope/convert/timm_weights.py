@@ -23,7 +23,8 @@ def timm_state_dict(model: nn.Module) -> dict[str, Tensor]:
     alone tell neither base nor coordinates.
 
     Shapes: as timm's; learned frequencies (axes, depth, heads, head_dim / 2) under the name rope.freqs.
-    Raises: ValueError for a model that is not converted, or with parameters that timm has no place for.
+    Raises: ValueError for a model that is not converted, is one of videos, or has parameters that timm has no place
+        for.
     """
     if not isinstance(model, PositionedModel):
         raise ValueError(
@@ -35,7 +36,12 @@ def timm_state_dict(model: nn.Module) -> dict[str, Tensor]:
     if rope is not None and pairing not in (None, rope.pairing):
         model = convert_pairing(copy.deepcopy(model), pairing)
     weights = dict(model.state_dict())
-    if rope is not None:
+    if len(model.train_grid) == 3:
+        raise ValueError(
+            f"model is a {type(model).__name__}, a model of videos, for whose tubelets timm has no place; save it with "
+            "vision_rope.save_model"
+        )
+    if rope is not None and rope.axes == 2:
         frequencies = weights.pop("position.learned_frequencies", None)
         if frequencies is not None:
             weights["rope.freqs"] = mixed_to_timm(frequencies, model.timm_axes)
