@@ -46,6 +46,11 @@ def build_model(config: TrainConfig, num_classes: int, *, pretrained: bool | Non
     """
     if config.task == "masked":
         return _build_masked(config, pretrained=pretrained)
+    if config.task == "motion":
+        from vision_rope.data.motion import DIRECTIONS
+
+        # Direction and speed are told apart each by itself, whatever classes the data set makes of both.
+        num_classes = len(DIRECTIONS) + config.motion.num_speeds
     return _build_backbone(config, num_classes, pretrained=pretrained)
 
 
