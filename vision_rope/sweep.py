@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from vision_rope.convert.model import time_length
@@ -94,7 +94,11 @@ def sweep(
         reasons = {method: _reason_against(model, method, grid) for method in methods}
         defined = [method for method in methods if reasons[method] is None]
         for point in points:
-            sampled = dataset if point.num_frames is None else dataset.sampled(point.num_frames, point.fps)
+            sampled, counts = dataset, None
+            if point.num_frames is not None:
+                taken = judge.clip_factor * point.num_frames
+                sampled = dataset.sampled(taken, point.fps)
+                counts = ClipCounts(len(sampled), taken, point.fps)
             loader = create_loader(
                 sampled,
                 batch_size=batch_size,
@@ -111,11 +115,11 @@ def sweep(
             )
             sized = _fit_to_size(model, point.size)
             meters = {method: Meter(judge, device, precision) for method in defined}
-            counts = ClipCounts(point, len(sampled))
             silent = None if progress and rank == 0 else True
             bar = tqdm(loader, desc=f"{point.name} px", unit="batch", disable=silent)
             for index, (images, labels, places) in enumerate(bar):
-                counts.add(images)
+                if counts is not None:
+                    counts.add(images.seconds)
                 batch = judge.eval_batch(images, labels, places)
                 if not meters["none"].passes:
                     # A new point is slow once, and that must not count against the method that comes first.
@@ -128,7 +132,9 @@ def sweep(
                     meters[method].add(sized, batch)
             if watch is not None:
                 watch(point, meters)
-            results = {method: counts.complete(meters[method].result()) for method in defined}
+            results = {method: meters[method].result() for method in defined}
+            if counts is not None:
+                results = {method: counts.complete(result) for method, result in results.items()}
             undefined = dict.fromkeys(next(iter(results.values())))
             for method in methods:
                 figures = results.get(method, undefined)
@@ -192,26 +198,25 @@ def train_grid(trained: Point, patch_size: Sequence[int], positions_per_second: 
 
 
 class ClipCounts:
-    """How many clips are judged, left out, and by over half a frame shorter or longer than asked; nothing of images."""
+    """How many clips of a data set are left out, and by over half a frame shorter or longer than asked for."""
 
-    def __init__(self, point: Point, total: int) -> None:
-        self.point = point
+    def __init__(self, total: int, num_frames: int, fps: float | None) -> None:
         self.total = total
+        self.num_frames = num_frames
+        self.fps = fps
         self.shorter = self.longer = 0
 
-    def add(self, inputs: Any) -> None:
-        """Count a batch of clips."""
-        if self.point.num_frames is None or self.point.fps is None:
+    def add(self, seconds: Tensor) -> None:
+        """Count a batch of clips by the seconds of their frames, (batch, frames)."""
+        if self.fps is None:
             return
         # In frames: one less than a clip has lies between its first and its last.
-        excess = (inputs.seconds[:, -1] - inputs.seconds[:, 0]) * self.point.fps - (self.point.num_frames - 1)
+        excess = (seconds[:, -1] - seconds[:, 0]) * self.fps - (self.num_frames - 1)
         self.shorter += int((excess < -0.5).sum())
         self.longer += int((excess > 0.5).sum())
 
     def complete(self, figures: Row) -> Row:
         """Figures of clips under their own name, with the counts of all ranks."""
-        if self.point.num_frames is None:
-            return figures
         named = {key.replace("images", "clips"): value for key, value in figures.items()}
         shorter, longer = map(sum, zip(*gather((self.shorter, self.longer)), strict=True))
         return {

@@ -15,9 +15,10 @@ from torch import nn
 from vision_rope.checkpoint import load_run, load_strictly, load_weights
 from vision_rope.config import DataConfig, TrainConfig
 from vision_rope.data import ClipSampling, open_dataset, take_evenly
+from vision_rope.data.motion import list_speeds
 from vision_rope.results import UNTRAINED
 from vision_rope.sizes import largest_size
-from vision_rope.tasks import Classification, Task, create_task
+from vision_rope.tasks import Classification, Playback, Task, create_task
 from vision_rope.weight_metadata import adopt_pairing, warn_of_another_kind
 
 
@@ -72,9 +73,12 @@ def open_run(
     if run.config.task == "classification":
         _check_classes(run.classes, list(dataset.classes), str(folder))
     patch_size = tuple(run.model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
+    task = create_task(run.config, len(run.classes), patch_size)
+    if run.config.task == "motion" and not data.source.startswith("motion:"):
+        task = Playback(list_speeds(run.config.motion), data.std)
     return Target(
         model=run.model,
-        task=create_task(run.config, len(run.classes), patch_size),
+        task=task,
         dataset=dataset,
         data=data,
         about={

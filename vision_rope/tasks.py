@@ -48,9 +48,11 @@ class Task(Protocol):
 
     Attributes:
         headline: keys of the metrics that a line of the log shows.
+        clip_factor: how many times the frames that a model is to see a clip of the evaluation is taken with.
     """
 
     headline: tuple[str, ...]
+    clip_factor: int
 
     def train_batch(self, images: Tensor | Clips, labels: Tensor, seed: int) -> Batch:
         """A training batch; what is random about it follows from the seed."""
@@ -81,6 +83,7 @@ class Classification:
     """Images or clips into classes."""
 
     headline: tuple[str, ...] = ("top1", "auroc", "nll")
+    clip_factor = 1
 
     def __init__(self, num_classes: int, loss: LossConfig | None = None, augment: AugmentConfig | None = None) -> None:
         from vision_rope.data import Mixing
@@ -155,6 +158,7 @@ class MaskedPrediction:
     """
 
     headline: tuple[str, ...] = ("r2", "mse")
+    clip_factor = 1
 
     def __init__(
         self,
@@ -254,6 +258,7 @@ class Motion:
     """
 
     headline: tuple[str, ...] = ("direction", "way", "speed", "nll")
+    clip_factor = 1
 
     def __init__(self, num_speeds: int) -> None:
         self._num_speeds = num_speeds
@@ -303,6 +308,7 @@ class Playback(Motion):
     """
 
     headline: tuple[str, ...] = ("reversal", "way", "faster")
+    clip_factor = 2
 
     def __init__(self, speeds: Sequence[float], std: Sequence[float]) -> None:
         super().__init__(len(speeds))
