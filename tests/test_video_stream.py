@@ -78,7 +78,7 @@ def test_eva_streams() -> None:
 
 
 @pytest.mark.parametrize("attention", ["joint", "factorised"])
-@pytest.mark.parametrize("position", ["qwen2-vl", "videorope", "mixed-3d"])
+@pytest.mark.parametrize("position", ["videorope", "mixed-3d"])
 def test_time_in_seconds(position: str, attention: str) -> None:
     """Each clip's own times, shared ones, and a form that changes on the way."""
     model = build(position, attention=attention, positions_per_second=1.5)
@@ -118,7 +118,7 @@ def tensors_of(state: StreamState) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("attention", ["joint", "factorised"])
-@pytest.mark.parametrize("max_steps", [1, 2, 3, 9])
+@pytest.mark.parametrize("max_steps", [1, 3, 9])
 def test_a_window_is_the_clip_under_its_mask(attention: str, max_steps: int) -> None:
     """Joint attention under an explicit mask; over time the same mask, place by place. What is kept stays small."""
     model = build("axial-3d", attention=attention)
