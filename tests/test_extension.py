@@ -14,11 +14,11 @@ from torch.testing import assert_close
 
 import vision_rope as vr
 from vision_rope import cli
+from vision_rope.coordinates import Coordinates
 from vision_rope.extension import EXTENSIONS, reason_against
 from vision_rope.extension_formulas import GrowingAxis, ntk_by_parts, yarn
 from vision_rope.extension_table import extension_table, format_extension_table
 from vision_rope.frequencies import Ladder
-from vision_rope.positions import Coordinates
 from vision_rope.rope_presets import PRESETS
 
 BOUNDED = [name for name in PRESETS if vr.preset(name).coordinates.bounded]

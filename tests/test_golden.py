@@ -13,8 +13,9 @@ from torch.nn.functional import layer_norm, linear
 from torch.testing import assert_close
 
 import vision_rope as vr
+from vision_rope.coordinates import Coordinates
 from vision_rope.frequencies import angles, axial_ladders
-from vision_rope.positions import Coordinates, mesh
+from vision_rope.positions import mesh
 from vision_rope.rope import Rope
 
 

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 import vision_rope as vr
-from vision_rope.positions import Coordinates
+from vision_rope.coordinates import Coordinates
 from vision_rope.rope_presets import PRESETS
 
 

@@ -18,6 +18,7 @@ PACKAGE = Path(vision_rope.__file__).parent
 ORDER = [
     "suggestion",
     "positions",
+    "coordinates",
     "multimodal",
     "frequencies",
     "extension_formulas",

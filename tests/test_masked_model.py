@@ -14,13 +14,13 @@ from torch.nn import functional as F
 import vision_rope
 from vision_rope.checkpoint import build_model
 from vision_rope.config import DataConfig, MaskedConfig, ModelConfig, OptimizerConfig, TrainConfig
+from vision_rope.coordinates import Coordinates
 from vision_rope.encodings import ENCODINGS
 from vision_rope.losses import masked_loss
 from vision_rope.masked_model import MaskedModel, create_decoder
 from vision_rope.masking import draw_masks
 from vision_rope.metrics import MaskedMetrics
 from vision_rope.optimization import create_optimizer
-from vision_rope.positions import Coordinates
 from vision_rope.rope_presets import PRESETS
 
 TINY = {"img_size": (16, 24), "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 0}

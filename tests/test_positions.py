@@ -9,7 +9,8 @@ import torch
 from torch.testing import assert_close
 
 import vision_rope as vr
-from vision_rope.positions import Coordinates, mesh, rescaled_positions
+from vision_rope.coordinates import Coordinates
+from vision_rope.positions import mesh, rescaled_positions
 
 
 @pytest.mark.parametrize("size", [(5,), (3, 5), (5, 3), (2, 3, 4), (1, 1), (7, 28), (14, 14)])

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vision_rope.coordinates import Coordinates
 from vision_rope.extension import check_grid
-from vision_rope.positions import Coordinates
 from vision_rope.rope import Rope
 
 AXES = ("rows", "columns")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,7 +25,7 @@ def grid_positions(*size: int, device: torch.device | str | None = None) -> Tens
     Shapes: size (n), (h, w) or (t, h, w) -> (n, 1), (h * w, 2) or (t * h * w, 3).
     Raises: ValueError where a length is not a positive integer.
     """
-    return mesh(_index_axes(size, device))
+    return mesh(index_axes(size, device))
 
 
 def mesh(axes: Sequence[Tensor]) -> Tensor:
@@ -49,7 +48,7 @@ def rescaled_positions(
     Raises: ValueError where size and reference disagree in their number of axes.
     Source: EVA-02 (arXiv 2303.11331), which trains on a 16 x 16 reference grid.
     """
-    return mesh(_rescaled_axes(size, reference, offset, device))
+    return mesh(rescaled_axes(size, reference, offset, device))
 
 
 def centred_positions(
@@ -64,7 +63,7 @@ def centred_positions(
     Raises: ValueError for an unknown normalize.
     Source: DINOv3 (arXiv 2508.10104), position embedding of its ViTs.
     """
-    return mesh(_centred_axes(size, normalize, device))
+    return mesh(centred_axes(size, normalize, device))
 
 
 def with_prefix(positions: Tensor, count: int, where: Literal["front", "end"] = "front") -> Tensor:
@@ -229,7 +228,7 @@ def augment_axes(
     Shapes: one tensor an axis, of any shape -> the same.
     Raises: as `augment_positions`.
     """
-    _check_augmentation(shift, jitter, rescale)
+    check_augmentation(shift, jitter, rescale)
 
     def draw(count: int, bound: float) -> Tensor:
         # Drawn on the generator's device (CPU when none is given), so that one seed means one picture on any device.
@@ -248,115 +247,16 @@ def augment_axes(
     return axes
 
 
-@dataclass(frozen=True)
-class Coordinates:
-    """How a rotary embedding lays its positions on a grid, and how it moves them in training.
-
-    Attributes:
-        reference: stretch indices to this grid (EVA-02); None leaves them.
-        normalize: cell centres in [-1, 1] instead of indices (DINOv3); None leaves indices.
-        offset: added to every index, before it is stretched (Perception Encoder begins at 1: its class token has 0).
-        diagonal: positions a step of time, of a video whose frames are centred on the diagonal of time (VideoRoPE):
-            with time t, t + row - (rows - 1) // 2 and t + column - (columns - 1) // 2; None leaves indices.
-        shift, jitter, rescale: augmentation in training, see `augment_positions`.
-    """
-
-    reference: tuple[int, ...] | None = None
-    normalize: Normalize | None = None
-    offset: float = 0.0
-    diagonal: float | None = None
-    shift: float | None = None
-    jitter: float | None = None
-    rescale: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.normalize is not None and self.normalize not in NORMALIZE:
-            raise ValueError(f"normalize is {self.normalize!r}; choose one of {', '.join(NORMALIZE)}")
-        if self.reference is not None and any(length < 1 for length in self.reference):
-            raise ValueError(f"reference is {self.reference}; lengths of a reference grid must be positive")
-        if self.diagonal is not None and not (math.isfinite(self.diagonal) and self.diagonal > 0):
-            raise ValueError(f"diagonal is {self.diagonal}; it must be a positive number of positions a step of time")
-        if self.diagonal is not None and (self.bounded or self.augmented or self.offset):
-            raise ValueError("diagonal lays out indices as they are; leave the other options of coordinates out")
-        _check_augmentation(self.shift, self.jitter, self.rescale)
-
-    @property
-    def bounded(self) -> bool:
-        """Whether a larger grid stays within the range of positions seen in training."""
-        return self.reference is not None or self.normalize is not None
-
-    @property
-    def augmented(self) -> bool:
-        """Whether training moves these coordinates at random."""
-        return any(amount is not None for amount in (self.shift, self.jitter, self.rescale))
-
-    def axes(self, *size: int, times: Tensor | None = None, device: torch.device | str | None = None) -> list[Tensor]:
-        """Coordinates of a grid an axis at a time: one tensor of each length of size, to be joined by `join`.
-
-        Args:
-            times: where the steps of the first axis sit instead of at 0, 1, 2, ...: (steps), or (batch, steps) where
-                samples differ.
-        """
-        if self.normalize is not None or self.reference is not None:
-            if times is not None:
-                raise ValueError(
-                    "times are given and the coordinates are normalised to the grid, whatever they are; leave them out"
-                )
-            if self.normalize is not None:
-                return _centred_axes(size, self.normalize, device)
-            assert self.reference is not None
-            return _rescaled_axes(size, self.reference, self.offset, device)
-        axes = _index_axes(size, device)
-        if times is not None:
-            axes[0] = times.to(device=axes[0].device, dtype=torch.float32)
-        if self.diagonal is not None:
-            return [axes[0] * self.diagonal, *(axis - (len(axis) - 1) // 2 for axis in axes[1:])]
-        return [axis + self.offset for axis in axes] if self.offset else axes
-
-    def join(self, axes: Sequence[Tensor]) -> Tensor:
-        """Positions (tokens, axes) of a grid from the coordinates of each axis, with the batch that times have."""
-        if axes[0].ndim == 1:
-            positions = mesh(axes)
-        else:
-            places = mesh(axes[1:])
-            times = axes[0][..., None, None].expand(*axes[0].shape, len(places), 1)
-            positions = torch.cat((times, places.expand(*axes[0].shape, -1, -1)), dim=-1).flatten(-3, -2)
-        if self.diagonal is not None:
-            positions[..., 1:] += positions[..., :1]
-        return positions
-
-    def along_axes(self, frequencies: Tensor) -> Tensor:
-        """How far the coordinates of each axis turn: time takes rows and columns along where they lie on its diagonal.
-
-        Shapes: (..., axes, pairs) -> the same.
-        """
-        if self.diagonal is None:
-            return frequencies
-        return torch.cat((frequencies.sum(-2, keepdim=True), frequencies[..., 1:, :]), dim=-2)
-
-    def positions(self, *size: int, times: Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
-        """Positions (tokens, axes) of a grid in these coordinates; `times` as of `axes`."""
-        return self.join(self.axes(*size, times=times, device=device))
-
-    def augment_axes(self, axes: Sequence[Tensor], generator: torch.Generator | None = None) -> list[Tensor]:
-        """Coordinates of each axis as training sees them; the same numbers as `augment` on positions."""
-        return augment_axes(axes, shift=self.shift, jitter=self.jitter, rescale=self.rescale, generator=generator)
-
-    def augment(self, positions: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Positions as training sees them: moved and stretched where the coordinates say so."""
-        return augment_positions(
-            positions, shift=self.shift, jitter=self.jitter, rescale=self.rescale, generator=generator
-        )
-
-
-def _index_axes(size: Sequence[int], device: torch.device | str | None) -> list[Tensor]:
+def index_axes(size: Sequence[int], device: torch.device | str | None) -> list[Tensor]:
+    """The coordinates of each axis of `grid_positions`."""
     _check_size(size)
     return [torch.arange(length, dtype=torch.float32, device=device) for length in size]
 
 
-def _rescaled_axes(
+def rescaled_axes(
     size: Sequence[int], reference: Sequence[int], offset: float, device: torch.device | str | None
 ) -> list[Tensor]:
+    """The coordinates of each axis of `rescaled_positions`."""
     _check_size(size)
     if len(reference) != len(size):
         raise ValueError(
@@ -365,11 +265,12 @@ def _rescaled_axes(
         )
     return [
         (axis + offset) * (wanted / length)
-        for axis, length, wanted in zip(_index_axes(size, device), size, reference, strict=True)
+        for axis, length, wanted in zip(index_axes(size, device), size, reference, strict=True)
     ]
 
 
-def _centred_axes(size: Sequence[int], normalize: Normalize, device: torch.device | str | None) -> list[Tensor]:
+def centred_axes(size: Sequence[int], normalize: Normalize, device: torch.device | str | None) -> list[Tensor]:
+    """The coordinates of each axis of `centred_positions`."""
     _check_size(size)
     if normalize == "separate":
         divisors = list(size)
@@ -380,7 +281,7 @@ def _centred_axes(size: Sequence[int], normalize: Normalize, device: torch.devic
     else:
         raise ValueError(f"normalize is {normalize!r}; choose one of {', '.join(NORMALIZE)}")
     return [
-        (axis + 0.5) / divisor * 2.0 - 1.0 for axis, divisor in zip(_index_axes(size, device), divisors, strict=True)
+        (axis + 0.5) / divisor * 2.0 - 1.0 for axis, divisor in zip(index_axes(size, device), divisors, strict=True)
     ]
 
 
@@ -414,7 +315,8 @@ def _check_samples(positions: Sequence[Tensor]) -> None:
         raise ValueError(f"positions have shapes {shapes}; each must be (tokens, axes) with the same number of axes")
 
 
-def _check_augmentation(shift: float | None, jitter: float | None, rescale: float | None) -> None:
+def check_augmentation(shift: float | None, jitter: float | None, rescale: float | None) -> None:
+    """Raise ValueError for amounts that `augment_positions` cannot move positions by."""
     if shift is not None and shift < 0:
         raise ValueError(f"shift is {shift}; positions move by up to this much, so it must be zero or more")
     for name, factor in (("jitter", jitter), ("rescale", rescale)):

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_rope.coordinates import Coordinates
 from vision_rope.extension import Extension, check_grid, check_method, compute_extension
 from vision_rope.frequencies import Ladder, angles, frequency_matrix
-from vision_rope.positions import Coordinates
 from vision_rope.rotation import PAIRINGS, Pairing, Rotation, outer_rotations
 from vision_rope.turning import is_transformed
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from vision_rope.coordinates import Coordinates
 from vision_rope.frequencies import Ladder, axial_ladders, check_head_dim, ladders_between, mixed_frequencies
-from vision_rope.positions import Coordinates, Normalize
+from vision_rope.positions import Normalize
 from vision_rope.rope import Rope
 from vision_rope.rope_presets_video import (
     build_axial_3d,

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from vision_rope.coordinates import Coordinates
 from vision_rope.frequencies import Ladder, mixed_frequencies_3d, shared_ladder, split_pairs
-from vision_rope.positions import Coordinates
 from vision_rope.rope import Rope
 from vision_rope.rotation import Pairing
 

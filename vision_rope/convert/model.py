@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from vision_rope.convert.attention import Position
 from vision_rope.convert.input_size import check_divisible
 from vision_rope.convert.own_rope import mixed_from_timm
-from vision_rope.convert.position import fit_grid, take_places, time_length
-from vision_rope.extension import Extension, check_grid, check_name
+from vision_rope.convert.position import check_train_size, fit_grid, take_places, time_length
+from vision_rope.extension import Extension, check_name
 from vision_rope.positions import grid_positions, with_prefix
 from vision_rope.relative import RelativeEncoding
 from vision_rope.rope import ExtensionChoice, Rope
@@ -198,7 +198,9 @@ class PositionedModel(nn.Module):
                 f"{method} means nothing for the position encoding {self.position_name!r}: context extension "
                 "changes the frequencies of a rotary embedding, and there are none; use none"
             )
-        grid = self.train_grid if train_size is None else self._check_train_size(train_size)
+        grid = self.train_grid
+        if train_size is not None:
+            grid = check_train_size(train_size, self.train_grid, self.position_name)
         # A grid that needs extension, so that options are checked now and not in the first forward pass that needs it.
         trained = fit_grid(grid, self.position.axes)
         larger = [2 * length for length in trained]
@@ -210,20 +212,6 @@ class PositionedModel(nn.Module):
                 f"give temperature=0{other}"
             )
         self.extension = (method, grid, knobs)
-
-    def _check_train_size(self, train_size: Sequence[int]) -> tuple[int, ...]:
-        """The grid, or ValueError where it is none of patches."""
-        own = f"this model was built for {self.train_grid} patches"
-        try:
-            grid = check_grid("train_size", train_size, len(self.train_grid), self.position_name)
-        except ValueError as error:
-            raise ValueError(f"{error}; {own}") from None
-        # Pixels where patches are meant switch extension off without a word; patches are rarely smaller than 8 pixels.
-        if all(length >= 8 * built for length, built in zip(grid[-2:], self.train_grid[-2:], strict=True)):
-            raise ValueError(
-                f"train_size is {grid}, which looks like pixels; it counts patches, and {own}: divide by the patch size"
-            )
-        return grid
 
     def fit_absolute(self, embedding: Tensor, grid: tuple[int, int]) -> Tensor:
         """An absolute embedding of this model's kind, trained on another grid (rows, columns), resampled to its own.

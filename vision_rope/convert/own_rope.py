@@ -11,8 +11,8 @@ import torch
 from timm.layers import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed, RotaryEmbeddingMRope
 from torch import Tensor, nn
 
+from vision_rope.coordinates import Coordinates
 from vision_rope.frequencies import axial_ladders, ladders_between, mixed_frequencies, shared_ladder
-from vision_rope.positions import Coordinates
 from vision_rope.rope import Rope
 
 OWN = "own"

@@ -11,6 +11,7 @@ from torch import Tensor
 from vision_rope.convert.linear import count_features
 from vision_rope.convert.own_rope import OWN, own_rope
 from vision_rope.encodings import build_encoding
+from vision_rope.extension import check_grid
 from vision_rope.rope import Rope
 from vision_rope.rope_presets import PRESETS, preset
 from vision_rope.suggestion import did_you_mean
@@ -88,6 +89,26 @@ def build_position(
 def fit_grid(grid: Sequence[int], axes: int) -> tuple[int, ...]:
     """A grid in as many axes as an encoding has: an image is a video of one step, and without time steps are alike."""
     return (1,) * (axes - len(grid)) + tuple(grid)[-axes:]
+
+
+def check_train_size(train_size: Sequence[int], built: tuple[int, ...], name: str) -> tuple[int, ...]:
+    """The grid of training as it was given, or ValueError where it is none of patches.
+
+    Args:
+        built: the grid that the model was built for.
+        name: of the position encoding.
+    """
+    own = f"this model was built for {built} patches"
+    try:
+        grid = check_grid("train_size", train_size, len(built), name)
+    except ValueError as error:
+        raise ValueError(f"{error}; {own}") from None
+    # Pixels where patches are meant switch extension off without a word; patches are rarely smaller than 8 pixels.
+    if all(length >= 8 * patches for length, patches in zip(grid[-2:], built[-2:], strict=True)):
+        raise ValueError(
+            f"train_size is {grid}, which looks like pixels; it counts patches, and {own}: divide by the patch size"
+        )
+    return grid
 
 
 def take_places(positions: Tensor, kept: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ from vision_rope.convert.model import PositionedModel
 from vision_rope.convert.own_bias import drop_biases, has_biases, refuse_linear
 from vision_rope.convert.own_rope import OWN, own_rope, translate
 from vision_rope.convert.position import fit_grid
-from vision_rope.positions import Coordinates, grid_positions
+from vision_rope.coordinates import Coordinates
+from vision_rope.positions import grid_positions
 from vision_rope.relative import RelativeEncoding
 from vision_rope.rope import Rope
 from vision_rope.rotation import Rotation, rotate
