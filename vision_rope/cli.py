@@ -139,6 +139,11 @@ def _add_evaluate(commands: Any) -> None:
     add("--frames", help="of clips: numbers of frames, 8,16,32 [the run's own]")
     add("--fps", help="of clips: frames a second that they are sampled at, 2,4 [the run's own]")
     add(
+        "--skip-broken",
+        action="store_true",
+        help="of clips: leave out those that cannot be read or have too few frames [what the run does]",
+    )
+    add(
         "--extend",
         help=f"methods of context extension, of {METHODS}, with options as in yarn:beta_fast=16:beta_slow=2 "
         "[the run's own, else none]; none is always shown",
@@ -293,6 +298,7 @@ def _evaluate(parsed: Any) -> int:
         crop_pct=parsed.crop_pct,
         batch_size=parsed.batch_size,
         max_images=parsed.max_images,
+        skip_broken=parsed.skip_broken,
         num_workers=parsed.workers,
         device=parsed.device,
         precision=parsed.precision,

@@ -44,6 +44,7 @@ def evaluate(
     crop_pct: float | None = None,
     batch_size: int | None = None,
     max_images: int | None = None,
+    skip_broken: bool = False,
     num_workers: int = 2,
     device: str = "auto",
     precision: str = "auto",
@@ -71,6 +72,7 @@ def evaluate(
         position: position encoding that a timm name is converted to.
         model_options: keyword arguments for timm.create_model.
         max_images: judge by that many images, evenly spread; those of a run by default, else all.
+        skip_broken: leave out clips that cannot be read or have too few frames, whatever the run does with them.
         precision: auto, fp32 or bf16.
         seed: seed of a timm model's first weights where it gets no others.
         output: folder for the results; RUN/evaluation or evaluation-NAME by default.
@@ -114,6 +116,8 @@ def evaluate(
     own = load_yaml(folder / "config.yaml") if is_run else TrainConfig()
     if own.video.num_frames is None:
         refuse_frames(wanted_frames, wanted_fps)
+        if skip_broken:
+            raise ValueError("skip_broken is on, but the model takes images, and it is for clips; leave it out")
 
     pictures: list[Path] = []
     with distributed(device) as process:
@@ -124,6 +128,7 @@ def evaluate(
                 weights=weights,
                 device=process.device,
                 max_images=max_images,
+                skip_broken=skip_broken,
             )
         else:
             found = open_timm(

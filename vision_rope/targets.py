@@ -60,16 +60,26 @@ class Target:
 
 
 def open_run(
-    folder: Path, *, data: DataConfig, weights: str, device: torch.device, max_images: int | None = None
+    folder: Path,
+    *,
+    data: DataConfig,
+    weights: str,
+    device: torch.device,
+    max_images: int | None = None,
+    skip_broken: bool = False,
 ) -> Target:
     """Open the model of a run folder on `data`, normalised and resized as in training.
+
+    Args:
+        skip_broken: leave out clips that cannot be read, whatever the run does with them.
 
     Raises: ValueError where the data has other classes than the run.
     """
     run = load_run(folder, weights=weights, device=device)
     own, settings = run.config.data, run.config.evaluation
     data = replace(data, interpolation=own.interpolation, mean=own.mean, std=own.std)
-    dataset = take_evenly(open_split(data, "validation", run.config), max_images or settings.max_images)
+    made = replace(run.config, video=replace(run.config.video, broken="skip")) if skip_broken else run.config
+    dataset = take_evenly(open_split(data, "validation", made), max_images or settings.max_images)
     if run.config.task == "classification":
         _check_classes(run.classes, list(dataset.classes), str(folder))
     patch_size = tuple(run.model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
