@@ -101,6 +101,8 @@ class VideoConfig:
         causal: a step sees none that come after it, so that the model can follow a stream.
         positions_per_second: time positions follow the clip's own seconds at this rate; none counts steps.
         broken: what becomes of a clip that cannot be read: error stops with its path, skip leaves it out and tells.
+        decoder: of video files: pyav; torchcodec where it is installed; nvdec, torchcodec on an NVIDIA GPU, which takes
+            run.num_workers 0.
     """
 
     num_frames: int | None = None
@@ -110,6 +112,7 @@ class VideoConfig:
     causal: bool = False
     positions_per_second: float | None = None
     broken: Literal["error", "skip"] = "error"
+    decoder: Literal["pyav", "torchcodec", "nvdec"] = "pyav"
 
 
 @dataclass
@@ -185,6 +188,8 @@ class MotionConfig:
         slowest: in widths of the picture a second.
         fastest: in widths of the picture a second.
         object_size: range of the object's diameter, as a share of the picture's width.
+        background: brightness of the photograph behind it; 1 leaves it as it is, 0 is black. Small models find what
+            moves in a few minutes only where it is brighter.
         size: side of the square pictures that clips are made in, in pixels; other sizes are resized from them.
     """
 
@@ -192,6 +197,7 @@ class MotionConfig:
     slowest: float = 0.25
     fastest: float = 1.0
     object_size: tuple[float, float] = (0.3, 0.6)
+    background: float = 1.0
     size: int = 64
 
 

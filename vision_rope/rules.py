@@ -136,6 +136,16 @@ def _video_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
             "video.num_frames out",
         ),
         (
+            "video.decoder",
+            video.decoder == "pyav" or config.data.source.startswith("videos:"),
+            f"would have no effect with data.source {config.data.source}, which has no video files; leave it out",
+        ),
+        (
+            "video.decoder",
+            video.decoder != "nvdec" or (config.run.num_workers == 0 and config.run.device in ("auto", "cuda")),
+            "takes run.num_workers 0, since loader processes cannot use a GPU, and a run.device of cuda",
+        ),
+        (
             "model.attention",
             config.model.attention == "softmax",
             "is not there for clips; leave it out (video.attention: factorised is the faster one)",
@@ -180,6 +190,7 @@ def _task_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
             ("motion.slowest", motion.slowest > 0, "must be positive"),
             ("motion.fastest", motion.fastest > motion.slowest, f"must be above motion.slowest = {motion.slowest}"),
             ("motion.object_size", 0 < motion.object_size[0] <= motion.object_size[1] <= 1, "must rise within 0 to 1"),
+            ("motion.background", 0 <= motion.background <= 1, "is a share of the brightness: 0 to 1"),
             ("motion.size", motion.size >= 16, "must be at least 16 pixels"),
         ]
     else:

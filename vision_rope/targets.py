@@ -241,6 +241,7 @@ def open_split(data: DataConfig, split: Literal["train", "validation"], made: Tr
         download=data.download,
         sampling=None if video.num_frames is None else ClipSampling(video.num_frames, video.fps),
         skip_broken=video.broken == "skip",
+        decoder=video.decoder,
         motion=made.motion,
     )
 

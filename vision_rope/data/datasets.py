@@ -35,6 +35,7 @@ def open_dataset(
     download: bool = False,
     sampling: ClipSampling | None = None,
     skip_broken: bool = False,
+    decoder: str = "pyav",
     motion: MotionConfig | None = None,
 ) -> Source:
     """Open one split of a data set.
@@ -52,6 +53,7 @@ def open_dataset(
         download: let timm and torchvision download the data set.
         sampling: which frames make a clip; for clips alone, which need it.
         skip_broken: leave clips out that cannot be read, which loaders report; else they are an error.
+        decoder: of video files: pyav, torchcodec or nvdec (torchcodec on an NVIDIA GPU, for loaders without workers).
         motion: what moves how in clips of motion:SOURCE; none takes the defaults.
 
     Raises:
@@ -101,7 +103,9 @@ def open_dataset(
     if name in CLIP_DATASETS:
         if sampling is None:
             raise ValueError(f"{source} gives clips, which need sampling: how many frames (video.num_frames)")
-        return CLIP_DATASETS[name](path, split, train_split, val_split, val_fraction, split_seed, sampling, skip_broken)
+        return CLIP_DATASETS[name](
+            path, split, train_split, val_split, val_fraction, split_seed, sampling, skip_broken, decoder
+        )
     return DATASETS[name](path, split, train_split, val_split, val_fraction, split_seed)
 
 

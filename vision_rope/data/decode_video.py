@@ -50,9 +50,9 @@ def list_frames(path: str | Path) -> FrameTimes:
         BrokenVideoError: where no frame can be decoded.
         ModuleNotFoundError: where PyAV is not installed; it says how to install it.
     """
-    with _open(path) as file:
+    with open_video(path) as file:
         places = sorted({_time(frame) for frame in _decode(file)})
-        return FrameTimes(_seconds(file, places), file.damage)
+        return FrameTimes(to_seconds(file, places), file.damage)
 
 
 def decode_frames(path: str | Path, choose: Choose) -> tuple[Clip, str | None]:
@@ -73,29 +73,29 @@ def decode_frames(path: str | Path, choose: Choose) -> tuple[Clip, str | None]:
             of a ValueError of `choose`.
         ModuleNotFoundError: where PyAV is not installed; it says how to install it.
     """
-    with _open(path) as file:
-        times, keys = _list_packets(file)
-        wanted = _pick(file, times, choose) if times else []
+    with open_video(path) as file:
+        times, keys = list_packets(file)
+        wanted = pick_frames(file, times, choose) if times else []
         start = max((key for key in keys if wanted and key <= wanted[0]), default=None)
     if wanted:
         for first in (start, None) if start is not None and start > times[0] else (None,):
-            with _open(path) as file:
+            with open_video(path) as file:
                 found = _collect(file, wanted, first)
                 if found is not None:
                     return found, file.damage
-    with _open(path) as file:
+    with open_video(path) as file:
         times = sorted({_time(frame) for frame in _decode(file)})
         if not times:
             raise BrokenVideoError(file.path, file.damage or "it holds no frames")
-        wanted, damage = _pick(file, times, choose), file.damage
-    with _open(path) as file:
+        wanted, damage = pick_frames(file, times, choose), file.damage
+    with open_video(path) as file:
         clip = _collect(file, wanted, None)
     assert clip is not None, "the same frames can be decoded twice"
     return clip, damage
 
 
-class _File:
-    """An open video; damage is noted here while it is decoded."""
+class VideoFile:
+    """An open video and its stream; damage is noted here while it is decoded."""
 
     def __init__(self, path: str, container: Any, stream: Any) -> None:
         self.path = path
@@ -108,12 +108,23 @@ class _File:
         self.damage = self.damage or reason
 
 
-@contextmanager
-def _open(path: str | Path) -> Iterator[_File]:
+def load_pyav() -> Any:
+    """The package av.
+
+    Raises:
+        ModuleNotFoundError: where it is not installed; it says how to install it.
+    """
     try:
         import av
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("videos need the package av: pip install vision-rope[video]", name="av") from error
+    return av
+
+
+@contextmanager
+def open_video(path: str | Path) -> Iterator[VideoFile]:
+    """Open the first video stream of a file; errors of FFmpeg are raised as BrokenVideoError."""
+    av = load_pyav()
     path = str(path)
     if not Path(path).is_file():
         raise BrokenVideoError(path, "there is no such file")
@@ -127,12 +138,12 @@ def _open(path: str | Path) -> Iterator[_File]:
                 raise BrokenVideoError(path, "it holds no video stream")
             # One thread a worker: loaders bring their own parallelism.
             stream.codec_context.thread_count = 1
-            yield _File(path, container, stream)
+            yield VideoFile(path, container, stream)
     except (av.FFmpegError, ValueError) as error:
         raise BrokenVideoError(path, _describe(error)) from error
 
 
-def _list_packets(file: _File) -> tuple[list[int], list[int]]:
+def list_packets(file: VideoFile) -> tuple[list[int], list[int]]:
     """Times of all shown frames, rising, and of key frames, in units of the stream; none where packets lack them."""
     import av
 
@@ -151,7 +162,7 @@ def _list_packets(file: _File) -> tuple[list[int], list[int]]:
     return sorted(times), keys
 
 
-def _decode(file: _File, start: int | None = None) -> Iterator[Any]:
+def _decode(file: VideoFile, start: int | None = None) -> Iterator[Any]:
     """Whole frames in the order of their times; faults are noted.
 
     Frames that the decoder holds back at a fault are not asked for: the damaged one may be among them.
@@ -189,7 +200,7 @@ def _decode(file: _File, start: int | None = None) -> Iterator[Any]:
                 yield frame
 
 
-def _collect(file: _File, wanted: list[int], start: int | None) -> Clip | None:
+def _collect(file: VideoFile, wanted: list[int], start: int | None) -> Clip | None:
     """The wanted frames, read from the key frame at `start` or from the beginning; None where one does not come."""
     import av
     from av.video.reformatter import VideoReformatter
@@ -215,12 +226,13 @@ def _collect(file: _File, wanted: list[int], start: int | None) -> Clip | None:
     if len({frame.shape for frame in frames}) > 1:
         sizes = sorted({f"{frame.shape[1]}x{frame.shape[2]}" for frame in frames})
         raise BrokenVideoError(file.path, f"its frames have different sizes (rows x columns): {', '.join(sizes)}")
-    return Clip(torch.stack(frames), _seconds(file, wanted))
+    return Clip(torch.stack(frames), to_seconds(file, wanted))
 
 
-def _pick(file: _File, times: list[int], choose: Choose) -> list[int]:
+def pick_frames(file: VideoFile, times: list[int], choose: Choose) -> list[int]:
+    """Times of the frames that are chosen."""
     try:
-        return [times[place] for place in choose(_seconds(file, times)).tolist()]
+        return [times[place] for place in choose(to_seconds(file, times)).tolist()]
     except ValueError as error:
         raise BrokenVideoError(file.path, str(error)) from error
 
@@ -259,12 +271,13 @@ def _time(frame: Any) -> int:
     return time
 
 
-def _seconds(file: _File, times: list[int]) -> Tensor:
+def to_seconds(file: VideoFile, times: list[int]) -> Tensor:
+    """Times in units of the stream, exactly, as float64 seconds."""
     unit = Fraction(file.stream.time_base)
     return torch.tensor([float(time * unit) for time in times], dtype=torch.float64)
 
 
-def _at(file: _File, time: int | None) -> str:
+def _at(file: VideoFile, time: int | None) -> str:
     return "an unknown time" if time is None else f"{float(time * Fraction(file.stream.time_base)):.3f} s"
 
 

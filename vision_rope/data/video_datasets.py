@@ -12,7 +12,14 @@ from vision_rope.data.clip_sampling import ClipSampling
 from vision_rope.data.clips import ClipSource
 from vision_rope.data.folders import Split, choose_items, list_classes, list_files, walk
 from vision_rope.data.video_lists import NO_CLASS, read_list
-from vision_rope.data.video_sources import NOMINAL_FPS, FrameFolderSource, Segment, VideoSource, list_frame_files
+from vision_rope.data.video_sources import (
+    NOMINAL_FPS,
+    FrameFolderSource,
+    Segment,
+    VideoSource,
+    check_decoder,
+    list_frame_files,
+)
 
 VIDEO_EXTENSIONS = (
     *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".m2ts", ".mts"),
@@ -30,6 +37,7 @@ def open_videos(
     split_seed: int,
     sampling: ClipSampling,
     skip_broken: bool,
+    decoder: str,
 ) -> ClipSource:
     """Open video files: PATH/train and PATH/validation with a folder a class, one folder of classes, or a .csv list.
 
@@ -37,14 +45,17 @@ def open_videos(
     is held out.
     """
     name = f"videos:{path}"
+    check_decoder(decoder)
     if path.lower().endswith(".csv"):
         classes, rows = read_list(Path(path).expanduser(), split, train_split, val_split, val_fraction, split_seed)
-        return VideoSource(name, classes, [row for row, _ in rows], [label for _, label in rows], sampling, skip_broken)
+        return VideoSource(
+            name, classes, [row for row, _ in rows], [label for _, label in rows], sampling, skip_broken, decoder
+        )
     classes, files = choose_items(
         name, split, train_split, val_split, val_fraction, split_seed, list_videos, what="videos"
     )
     segments = [Segment(file) for file, _ in files]
-    return VideoSource(name, classes, segments, [label for _, label in files], sampling, skip_broken)
+    return VideoSource(name, classes, segments, [label for _, label in files], sampling, skip_broken, decoder)
 
 
 def open_frames(
@@ -56,6 +67,7 @@ def open_frames(
     split_seed: int,
     sampling: ClipSampling,
     skip_broken: bool,
+    decoder: str,
 ) -> ClipSource:
     """Open folders of frames: PATH/train/class/clip/0001.jpg and PATH/validation, or PATH/class/clip/0001.jpg.
 
@@ -63,6 +75,8 @@ def open_frames(
     a second, or at the number that a file PATH/fps.txt holds.
     """
     name = f"frames:{path}"
+    if decoder != "pyav":
+        raise ValueError(f"decoder is {decoder!r}, but {name} has no video files; leave it out")
     classes, folders = choose_items(
         name, split, train_split, val_split, val_fraction, split_seed, list_frame_folders, what="folders of frames"
     )
@@ -77,7 +91,7 @@ def open_frames(
     )
 
 
-OpenClips = Callable[[str, Split, str, str, float, int, ClipSampling, bool], ClipSource]
+OpenClips = Callable[[str, Split, str, str, float, int, ClipSampling, bool, str], ClipSource]
 CLIP_DATASETS: dict[str, OpenClips] = {"videos": open_videos, "frames": open_frames}
 
 

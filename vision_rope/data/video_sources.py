@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +13,19 @@ from torch import Tensor
 from vision_rope.data.clip_sampling import ClipSampling
 from vision_rope.data.clips import Clip, ClipSource
 from vision_rope.data.decode import decode_image
-from vision_rope.data.decode_video import BrokenVideoError, decode_frames
+from vision_rope.data.decode_torchcodec import decode_by_nvdec, decode_by_torchcodec, load_torchcodec
+from vision_rope.data.decode_video import BrokenVideoError, Choose, decode_frames, load_pyav
 from vision_rope.data.folders import IMAGE_EXTENSIONS
 
 # Frames a second of a folder of frames, which says nothing of its rate.
 NOMINAL_FPS = 30.0
+
+Decode = Callable[[str, Choose], tuple[Clip, str | None]]
+DECODERS: dict[str, Decode] = {
+    "pyav": decode_frames,
+    "torchcodec": decode_by_torchcodec,
+    "nvdec": decode_by_nvdec,
+}
 
 
 class Segment(NamedTuple):
@@ -38,6 +46,7 @@ class VideoSource(ClipSource):
         labels: class of every clip.
         sampling: which frames make a clip.
         skip_broken: see `ClipSource`.
+        decoder: a name of DECODERS.
     """
 
     def __init__(
@@ -48,6 +57,7 @@ class VideoSource(ClipSource):
         labels: Sequence[int],
         sampling: ClipSampling,
         skip_broken: bool = False,
+        decoder: str = "pyav",
     ) -> None:
         self.name = name
         self.classes = list(classes)
@@ -55,6 +65,7 @@ class VideoSource(ClipSource):
         self.labels: list[int] = list(labels)
         self.sampling = sampling
         self.skip_broken = skip_broken
+        self.decoder = decoder
         self._damage: dict[int, str] = {}
 
     def __len__(self) -> int:
@@ -74,14 +85,16 @@ class VideoSource(ClipSource):
             places = inside.nonzero().flatten()
             return places[self.sampling.choose(seconds[places], position)]
 
-        clip, damage = decode_frames(path, choose)
+        clip, damage = DECODERS[self.decoder](path, choose)
         if damage is not None:
             self._damage[index] = damage
         return clip, self.labels[index]
 
     def sampled(self, num_frames: int, fps: float | None) -> VideoSource:
         sampling = ClipSampling(num_frames, fps)
-        return VideoSource(self.name, self.classes, self.segments, self.labels, sampling, self.skip_broken)
+        return VideoSource(
+            self.name, self.classes, self.segments, self.labels, sampling, self.skip_broken, self.decoder
+        )
 
     def path(self, index: int) -> str:
         return self.segments[index].path
@@ -175,6 +188,15 @@ class EvenClips(ClipSource):
 
     def damage(self, index: int) -> str | None:
         return self._whole.damage(self._places[index])
+
+
+def check_decoder(decoder: str) -> None:
+    """Refuse a decoder of video files that is unknown or not installed, before any worker starts."""
+    if decoder not in DECODERS:
+        raise ValueError(f"decoder is {decoder!r}; choose one of {', '.join(DECODERS)}")
+    load_pyav()
+    if decoder != "pyav":
+        load_torchcodec("cuda" if decoder == "nvdec" else "cpu")
 
 
 def list_frame_files(folder: Path) -> list[str]:
