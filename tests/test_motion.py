@@ -128,6 +128,17 @@ def test_objects_come_from_the_photographs_of_the_source():
         assert greys <= set(range(41))
 
 
+def test_backgrounds_can_be_dimmed_and_objects_stay_as_they_are():
+    plain, dim = make_source(), make_source(replace(SMALL, background=0.5))
+    for index in range(5, 20):
+        before, after = plain[index][0].frames.float(), dim[index][0].frames.float()
+        assert after[0, 0].unique().min() >= 0
+        assert 5 * index in after.unique()
+        assert before.max() != 10 * index or after.max() <= before.max()
+        behind = (before == 10 * index) & (after == 5 * index)
+        assert behind.float().mean() > 0.5
+
+
 def test_the_middle_of_the_clip_has_the_object_in_view_even_where_it_leaves():
     fast = replace(SMALL, slowest=2.0, fastest=4.0)
     source = make_source(fast, num_frames=7)
@@ -407,6 +418,7 @@ def test_augmentation_that_changes_the_answer_is_refused(key, value, message):
         ({"motion": MotionConfig(slowest=0)}, "motion.slowest is 0, but it must be positive"),
         ({"motion": MotionConfig(slowest=1, fastest=1)}, "motion.fastest is 1, but it must be above motion.slowest"),
         ({"motion": MotionConfig(object_size=(0.6, 0.3))}, "motion.object_size is .* must rise within 0 to 1"),
+        ({"motion": MotionConfig(background=1.5)}, "motion.background is 1.5, but it is a share of the brightness"),
         ({"motion": MotionConfig(size=8)}, "motion.size is 8, but it must be at least 16"),
     ],
 )

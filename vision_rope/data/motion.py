@@ -41,6 +41,7 @@ class MotionSource(ClipSource):
         self.licence = photographs.licence
         self._photographs = photographs
         self._object_size = motion.object_size
+        self._background = motion.background
         self._size = motion.size
         self._seconds = torch.arange(num_frames, dtype=torch.float64) / fps
         self._shrink = eval_transform(motion.size, interpolation="bilinear")
@@ -78,7 +79,8 @@ class MotionSource(ClipSource):
         # As much of the way as possible has the object's centre in the picture, by half a radius and more.
         room = (0.5 - 0.5 * radius - away[-1].abs()).clamp(min=0)
         middle = 0.5 + room * (2 * torch.rand(2, generator=generator) - 1)
-        frames = move_over(self._photograph(other), shape, self._photograph(index), middle + away - origin)
+        background = self._photograph(index) * self._background
+        frames = move_over(self._photograph(other), shape, background, middle + away - origin)
         return Clip(frames, self._seconds.clone()), label
 
     def _photograph(self, index: int) -> Tensor:
@@ -118,7 +120,7 @@ def draw_shape(size: int, radius: float, centre: Tensor, generator: torch.Genera
 def move_over(photograph: Tensor, shape: Tensor, background: Tensor, offsets: Tensor) -> Tensor:
     """Frames of a background with a part of a photograph above it, moved by any fraction of a pixel (bilinear).
 
-    Shapes: photograph, background uint8 (3, size, size), shape (size, size), offsets (frames, 2) as x, y -> uint8
+    Shapes: photograph, background (3, size, size), values in 0..255, shape (size, size), offsets (frames, 2) as x, y -> uint8
         (frames, 3, size, size)
     Units: offsets as shares of the size
     """
