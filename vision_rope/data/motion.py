@@ -120,9 +120,9 @@ def draw_shape(size: int, radius: float, centre: Tensor, generator: torch.Genera
 def move_over(photograph: Tensor, shape: Tensor, background: Tensor, offsets: Tensor) -> Tensor:
     """Frames of a background with a part of a photograph above it, moved by any fraction of a pixel (bilinear).
 
-    Shapes: photograph, background (3, size, size), values in 0..255, shape (size, size), offsets (frames, 2) as x, y -> uint8
-        (frames, 3, size, size)
-    Units: offsets as shares of the size
+    Shapes: photograph, background (3, size, size), shape (size, size), offsets (frames, 2) as x, y -> uint8 (frames, 3,
+        size, size)
+    Units: pixels 0 to 255; offsets as shares of the size
     """
     layer = torch.cat((photograph * shape, shape[None])).expand(len(offsets), -1, -1, -1)
     # Where each pixel comes from, in the units of grid_sample: the picture reaches from -1 to 1.
