@@ -196,8 +196,10 @@ def _decode(file: VideoFile, start: int | None = None) -> Iterator[Any]:
                 continue
             if frame.is_corrupt:
                 file.note(f"a damaged frame at {_at(file, _time(frame))}")
-            else:
-                yield frame
+                context.flush_buffers()
+                waits_for_key = True
+                break
+            yield frame
 
 
 def _collect(file: VideoFile, wanted: list[int], start: int | None) -> Clip | None:
