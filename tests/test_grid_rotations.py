@@ -29,6 +29,49 @@ def test_grid_rotations_equal_rotations_of_positions(name):
         assert not rotation.sin[:, :2].any()
 
 
+@pytest.mark.parametrize("name", [name for name in PRESETS if vr.preset(name, head_dim=16).axes == 3])
+def test_times_stand_in_the_place_of_steps(name):
+    """Fractions, and samples that differ; whole numbers are what counting steps gives."""
+    rope = vr.preset(name, head_dim=64, num_heads=2, depth=3)
+    times = torch.tensor([[0.0, 0.25, 7.5], [0.0, 1.0, 2.0]])
+    direct = rope.rotations(vr.with_prefix(rope.positions(3, 4, 5, times=times), 2))
+    batch = rope.grid_rotations(3, 4, 5, times=times, num_prefix_tokens=2)
+    first = rope.grid_rotations(3, 4, 5, times=times[0], num_prefix_tokens=2)
+    steps = rope.grid_rotations(3, 4, 5, num_prefix_tokens=2)
+    for layer in range(3):
+        for part in ("cos", "sin"):
+            ours = getattr(batch[layer], part)
+            assert_close(ours, getattr(direct[layer], part), atol=3e-6, rtol=0)
+            assert_close(ours[0], getattr(first[layer], part), atol=1e-6, rtol=0)
+            assert_close(ours[1], getattr(steps[layer], part), atol=1e-6, rtol=0)
+    assert rope.positions(3, 4, 5, times=times[:0]).shape == (0, 60, 3)
+    assert rope.grid_rotations(3, 4, 5, times=times[:0])[0].cos.shape[0] == 0
+    for wrong in (times[:, :2], times[None]):
+        with pytest.raises(ValueError, match=r"times have shape .* has 3 steps"):
+            rope.grid_rotations(3, 4, 5, times=wrong)
+
+
+def test_times_without_an_axis_of_their_own_are_refused():
+    with pytest.raises(ValueError, match="dinov3 has no axis of time"):
+        vr.preset("dinov3", head_dim=16).positions(2, 3, times=torch.zeros(2))
+    with pytest.raises(ValueError, match="times are given and the coordinates are normalised"):
+        Coordinates(normalize="separate").positions(2, 3, 4, times=torch.zeros(2))
+    for other in ({"offset": 1.0}, {"reference": (1, 2, 3)}, {"shift": 0.1}):
+        with pytest.raises(ValueError, match="leave the other options of coordinates out"):
+            Coordinates(diagonal=2.0, **other)
+
+
+@pytest.mark.parametrize("name", ["rope-vit-mixed", "dinov3", "pixtral"])
+def test_repeated_grids_turn_alike(name):
+    rope = vr.preset(name, head_dim=16, num_heads=2, depth=2)
+    once, thrice = (rope.grid_rotations(2, 3, repeats=repeats, num_prefix_tokens=1) for repeats in (1, 3))
+    for one, many in zip(once, thrice, strict=True):
+        assert_close(many.cos[:, 1:], one.cos[:, 1:].repeat(1, 3, 1))
+        assert_close(many.sin[:, 1:], one.sin[:, 1:].repeat(1, 3, 1))
+        assert torch.equal(many.cos[:, 0], one.cos[:, 0])
+    assert torch.equal(rope.grid_rotations(2, 3, num_prefix_tokens=1)[0].cos, once[0].cos)
+
+
 def test_grid_rotations_are_kept_for_the_same_grid_alone():
     """Law 4: what is kept is keyed by everything it depends on."""
     rope = vr.preset("rope-vit-axial", head_dim=16)

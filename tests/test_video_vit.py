@@ -408,6 +408,11 @@ def test_learned_embeddings_are_resampled() -> None:
     embedding = model._absolute_embedding((4, 2, 3))[0, 2:].unflatten(0, (4, 6))
     assert_close(embedding[:, 3, 5], torch.tensor([0.0, 2.0, 6.0, 8.0]))
     assert model(clips(8, 3, 4)).shape == (2, 5)
+    x = clips(4, 3, 4)
+    wanted = model(x)
+    model.set_input_size((24, 32))
+    assert model.pos_embed.shape[1] == 2 + 12
+    assert_close(model(x), wanted, atol=1e-5, rtol=1e-5)
 
 
 # ---- encodings of scores
@@ -644,6 +649,24 @@ def test_image_families_take_presets_of_three_axes(name: str, position: str) -> 
         assert_close(model(batch), flat(batch), atol=1e-5, rtol=1e-5)
 
 
+def test_centred_rows_and_columns_keep_their_distance_in_a_video() -> None:
+    """A preset of two axes is extended by rows and columns of train_size."""
+    model = vr.set_extension(build("dinov3"), "pitch", train_size=(3, 1, 1))
+    rope = vr.extend(model.position, "pitch", train_size=(1, 1), size=(2, 3))
+    wanted = rope(rope.positions(2, 3)).cos.repeat(1, 3, 1)
+    assert_close(rotation_of(model, clips()).cos, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("position", ["qwen3-vl", "videorope", "mixed-3d"])
+def test_images_of_three_axes_are_packed_and_attended_linearly(position: str) -> None:
+    model = randomise(vr.create_model("vit_tiny_patch16_224", position, **TINY))
+    images = [torch.randn(3, 16, 24), torch.randn(3, 32, 8)]
+    one_by_one = torch.cat([model(image[None]) for image in images])
+    assert_close(vr.forward_packed(model, images), one_by_one, atol=1e-5, rtol=1e-5)
+    linear = randomise(vr.create_model("vit_tiny_patch16_224", position, attention="linear", **TINY))
+    assert not torch.allclose(linear(images[0][None]), linear(images[0][None].flip(-1)), atol=1e-3)
+
+
 def test_image_models_of_three_axes_are_extended_in_space() -> None:
     model = randomise(vr.create_model("vit_tiny_patch16_224", "qwen3-vl", **TINY))
     x = torch.randn(1, 3, 32, 48)
@@ -727,6 +750,7 @@ def test_whole_models_compile(position: str, options: dict[str, Any]) -> None:
         (lambda: vr.set_extension(build(), "ntk", (3, 16, 24)), "looks like pixels"),
         (lambda: vr.set_extension(build(positions_per_second=1.0), "ntk"), "give train_size="),
         (lambda: vr.set_extension(build("learned"), "ntk"), "ntk means nothing for the position encoding 'learned'"),
+        (lambda: build().set_input_size((32, 48), patch_size=16), r"belong to its tubelets of \(2, 8, 8\)"),
         (lambda: vr.timm_state_dict(build("qwen2-vl")), "a model of videos"),
         (lambda: vr.forward_packed(build(), [torch.zeros(3, 16, 24)]), "a model of videos"),
         (lambda: build()(torch.zeros(2, 3, 16, 24)), r"clips have shape \(2, 3, 16, 24\); .* an image is a still clip"),

@@ -42,7 +42,7 @@ def _describe_encoding(encoding: Any) -> str | None:
         ladders = [f"base {l.base:.8g} over {l.pairs} pairs, scale {l.scale:.8g}" for l in encoding.ladders]
         words += [f"axis {axis}: {text}" for axis, text in enumerate(ladders)]
     coordinates = encoding.coordinates
-    for name in ("reference", "normalize", "offset"):
+    for name in ("reference", "normalize", "offset", "diagonal"):
         if value := getattr(coordinates, name):
             words.append(f"{name} {value}")
     return "; ".join(words)

@@ -105,6 +105,15 @@ class VideoModel(PositionedModel):
             check_pooling(self.causal, global_pool)
         super().reset_classifier(num_classes, global_pool)  # type: ignore[misc]
 
+    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
+        """timm's method: resample the absolute embedding for another size of frames; other patches are refused."""
+        if patch_size is not None:
+            raise ValueError(
+                f"patch_size is {patch_size}, and the patches of a model of videos belong to its tubelets of "
+                f"{self.patch_embed.tubelet}; build the timm model with that patch_size"
+            )
+        super().set_input_size(img_size=img_size)  # type: ignore[misc]
+
     def set_extension(self, method: str, train_size: Sequence[int] | None = None, **knobs: Any) -> None:
         """See `vision_rope.set_extension`; train_size is (steps, rows, columns).
 

@@ -86,7 +86,7 @@ def video_vit(
             for `start_stream`.
         positions_per_second: time in seconds: a step's position is (seconds of its first frame - seconds of the clip's
             first frame) * positions_per_second, fractions kept, and the model wants the seconds of each frame. None
-            counts steps.
+            counts steps. Either is multiplied by the time_scale of videorope.
         pretrained, timm_options: of a name, as of `vision_rope.create_model`.
         keep_absolute: keep the model's own embedding of space, at each step, beside the encoding.
         position_options: options of the encoding, for instance {"base": 100.0}.
