@@ -122,11 +122,11 @@ def list_frame_folders(folder: Path) -> tuple[list[str], list[tuple[str, int]]]:
     Raises:
         ValueError: where there are none, or frames at different depths.
     """
-    names = list_classes(folder)
-    if any(list_frame_files(folder)):
+    if list_frame_files(folder):
         raise ValueError(
             f"{folder} holds frames itself, but it must hold a folder a clip, or a folder of those a class"
         )
+    names = list_classes(folder)
     direct = [name for name in names if list_frame_files(folder / name)]
     if len(direct) == len(names):
         return [NO_CLASS], [(str(folder / name), 0) for name in names]
