@@ -170,7 +170,8 @@ def _clip_counts(rows: Sequence[Row]) -> list[str]:
     for row in sorted(rows, key=_order):
         for key, what in words.items():
             if row.get(key):
-                found.setdefault(f"{row[key]} of {row['clips']} clips are {what}", []).append(point_of(row))
+                among = "" if key == "clips_left_out" else f" of {row['clips']}"
+                found.setdefault(f"{row[key]}{among} clips are {what}", []).append(point_of(row))
     return [f"- {', '.join(dict.fromkeys(points))}: {what}." for what, points in found.items()]
 
 
