@@ -131,7 +131,7 @@ def test_options_of_the_backbone_are_answered_as_for_images(configure) -> None:
 
 @pytest.mark.parametrize("attention", ["joint", "factorised"])
 def test_first_weights_of_an_image_model(configure, tmp_path: Path, attention: str) -> None:
-    """A still image, repeated to fill the tubelet, then gives what the image model gives, by a file of either kind of `save_model`."""
+    """A still image, repeated to fill the tubelet, then gives what the image model gives."""
     config = configure("--model.position", "rope-vit-mixed", "--video.attention", attention)
     image_model = vision_rope.create_model(
         "vit_small_patch16_224", position="rope-vit-mixed", num_classes=2, img_size=16, patch_size=8, embed_dim=48,
