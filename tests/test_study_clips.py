@@ -165,6 +165,7 @@ def test_a_study_of_clips_from_end_to_end(tmp_path: Path) -> None:
     rows, files = run_study(config, report=lines.append)
     references = {row["row"] for row in rows if row["seed"] is None}
     assert references == {"visible mean", "neighbour average", "nearest frame"}
+    assert [row["frames"] for row in rows if row["row"] == "nearest frame"] == [4, 8]
     for name in ("qwen2-vl", "rope-vit-axial"):
         own = [row for row in rows if row["row"] == name]
         assert [row["frames"] for row in own if row["method"] == "interpolate"] == [4, 8]

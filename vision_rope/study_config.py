@@ -15,8 +15,8 @@ class StudySection:
     """Rows that a study compares, each trained with several seeds.
 
     Attributes:
-        encodings: position encodings, a row each; all takes every one for images, or every one for
-            clips but presets without an axis of time, in the order of the tables.
+        encodings: position encodings, a row each; all takes every one for images, of clips every one but presets
+            without an axis of time, in the order of the tables.
         leave_out: encodings that get no row.
         rows: further rows by name, with the keys that differ from the rest of the file; options are merged into the
             file's, but a row with a model.position of its own begins without position_options.
