@@ -93,7 +93,8 @@ def test_every_flag_of_evaluate_arrives(monkeypatch: pytest.MonkeyPatch, capsys:
 
     monkeypatch.setattr(evaluation, "evaluate", note)
     words = """evaluate vit_tiny_patch16_224 --data folder:x --root r --split test --sizes 64,8x16 --extend ntk
-        --frames 8,16 --fps 2,4 --skip-broken --out o --crop-pct 0.9 --batch-size 3 --workers 1 --device cpu --precision bf16 --no-progress --weights last
+        --frames 8,16 --fps 2,4 --skip-broken
+        --out o --crop-pct 0.9 --batch-size 3 --workers 1 --device cpu --precision bf16 --no-progress --weights last
         --pretrained --checkpoint c --position sam2 --option img_size=64 --option patch_size=[8,16] --seed 4
         --max-images 9"""
     assert cli.main(words.split()) == 0
