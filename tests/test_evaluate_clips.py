@@ -301,6 +301,7 @@ def test_the_figure_joins_clips_of_one_size_and_rate(monkeypatch: pytest.MonkeyP
     assert np.array(line.get_ydata()).tolist() == pytest.approx(
         [16.04, 16.08, math.nan, 16.04, 16.08, math.nan, 32.04, 32.08, math.nan, 32.04, 32.08], nan_ok=True
     )
+    assert figures[0].get_supxlabel().endswith("trained at 4 frames 5 fps 16")
     # The first points of the second group, 5 fps at 16 pixels.
     assert list(mark.get_xdata()) == [3.0, 3.0]
     labels = [label.get_text() for label in panels["negative log-likelihood"].get_xticklabels()]

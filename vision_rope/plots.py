@@ -274,7 +274,10 @@ def _are_clips(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _name_axis(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "frames of a clip, by frames a second and size (pixels)" if _are_clips(rows) else "image size (pixels)"
+    if not _are_clips(rows):
+        return "image size (pixels)"
+    trained = "; ".join(dict.fromkeys(map(training_of, rows)))
+    return f"frames of a clip, by frames a second and size (pixels); trained at {trained}"
 
 
 def _find_place(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], float]:
