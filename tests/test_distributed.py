@@ -266,6 +266,36 @@ def _train_sharded(param_dtype: torch.dtype) -> None:
         rope.outer_rotations = outer_rotations
 
 
+def _place_sharded() -> None:
+    """A sharded video model places its steps by the seconds that it is given, in their own precision."""
+    with distributed("cpu"):
+        torch.manual_seed(0)
+        model = vision_rope.video_vit(
+            "vit_small_patch16_224", 4, (2, 4, 4), position="mixed-3d", positions_per_second=30.0, **SIZES
+        )
+        model, seen = shard(model), []
+        outer_rotations = rope.outer_rotations
+
+        def recorded(turns: Tensor, *others: object) -> list[vision_rope.Rotation]:
+            seen.append(turns.detach().clone())
+            return outer_rotations(turns, *others)
+
+        rope.outer_rotations = recorded
+        seconds = 3600 + torch.arange(4, dtype=torch.float64) / 30
+        model(torch.randn(2, 3, 4, 24, 32), seconds.float()).sum().backward()
+        model(torch.randn(2, 3, 4, 24, 32), seconds=seconds)
+        rope.outer_rotations = outer_rotations
+        frequencies = model.position.learned_frequencies.full_tensor()[:, :, 0]
+        for turns, tolerance in zip(seen, (0.02, 1e-4), strict=True):  # float32 has 2e-4 seconds left after an hour
+            assert not turns[:, :, 0].any()
+            torch.testing.assert_close(turns[:, :, 1], 2 * frequencies.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+def test_sharded_video_models_keep_seconds():
+    run_two(_place_sharded)
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
 def test_sharded_models_turn_by_exact_angles(param_dtype):

@@ -143,5 +143,7 @@ def shard(model: nn.Module, *, param_dtype: torch.dtype = torch.bfloat16) -> nn.
             register_fsdp_forward_method(rope, method)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mp_policy=block_policy)
-    fully_shard(model, mp_policy=low)
+    fully_shard(model, mp_policy=replace(low, cast_forward_inputs=False))
+    # Images and clips alone: seconds of frames are to stay as they are.
+    model.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(param_dtype), *inputs[1:]))
     return model
