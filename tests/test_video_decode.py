@@ -100,7 +100,7 @@ class TestRealVideos:
         with av.open(str(videos / name)) as container:
             for place, frame in enumerate(container.decode(video=0)):
                 if place in places:
-                    expected.append(torch.from_numpy(frame.to_ndarray(format="rgb24", dst_color_range="JPEG")))
+                    expected.append(torch.from_numpy(frame.to_ndarray(format="rgb24")))
                 if place == count - 1:
                     break
         for chosen in (places[:2], places[-2:], places):
@@ -182,6 +182,26 @@ class TestMadeVideos:
             assert torch.equal(clip.frames, whole.frames[chosen])
             assert torch.equal(clip.seconds, seconds[chosen])
             assert damage is None
+
+    @pytest.mark.parametrize("whole_range", [False, True])
+    def test_black_and_white(self, tmp_path: Path, whole_range: bool) -> None:
+        """Values from 16 to 235, as televisions have them, and from 0 to 255, as phones do."""
+        from av.video.reformatter import ColorRange
+
+        if "libx264" not in av.codecs_available:
+            pytest.skip("this FFmpeg has no libx264")
+        own = ColorRange.JPEG if whole_range else ColorRange.MPEG
+        path = tmp_path / "range.mp4"
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("libx264", rate=10, options={"qp": "0"})
+            stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
+            stream.codec_context.color_range = own
+            for value in (0, 128, 255):
+                picture = av.VideoFrame.from_ndarray(np.full((32, 48, 3), value, np.uint8), format="rgb24")
+                container.mux(stream.encode(picture.reformat(format="yuv420p", dst_color_range=own)))
+            container.mux(stream.encode(None))
+        frames = decode_frames(path, every(3))[0].frames
+        assert torch.equal(frames, torch.tensor([0, 128, 255], dtype=torch.uint8).view(3, 1, 1, 1).expand_as(frames))
 
     @pytest.mark.integration
     def test_one_frame_at_a_time_is_in_memory(self, tmp_path: Path) -> None:
@@ -287,7 +307,6 @@ def test_display_matrices(matrix: list[int], expected: object) -> None:
     picture = np.random.default_rng(0).integers(0, 256, (4, 6, 3), np.uint8)
 
     class Turned:
-        color_range = 2
         a, b, c, d = (65536 * value for value in matrix)
         side_data = {"DISPLAYMATRIX": np.array([a, b, 0, c, d, 0, 0, 0, 1 << 30], np.int32).tobytes()}  # noqa: RUF012
 

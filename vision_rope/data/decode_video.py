@@ -244,15 +244,7 @@ def _to_rgb(frame: Any, reformatter: Any) -> Tensor:
 
     Shapes: uint8 (3, height, width)
     """
-    from av.video.reformatter import ColorRange
-
-    rgb = reformatter.reformat(
-        frame,
-        format="rgb24",
-        src_color_range=frame.color_range,
-        dst_color_range=ColorRange.JPEG,
-        threads=1,
-    )
+    rgb = reformatter.reformat(frame, format="rgb24", threads=1)
     pixels = torch.from_numpy(rgb.to_ndarray()).permute(2, 0, 1)
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
