@@ -202,7 +202,8 @@ class TestMadeVideos:
             container.mux(stream.encode(None))
         frames = decode_frames(path, every(3))[0].frames
         expected = torch.tensor([0, 128, 255], dtype=torch.uint8).view(3, 1, 1, 1).expand_as(frames)
-        torch.testing.assert_close(frames, expected, atol=1, rtol=0)
+        # FFmpeg rounds by up to 2; a range mistaken for the other would be off by 16 and more.
+        torch.testing.assert_close(frames, expected, atol=2, rtol=0)
 
     @pytest.mark.integration
     def test_one_frame_at_a_time_is_in_memory(self, tmp_path: Path) -> None:
