@@ -82,7 +82,7 @@ ORDER = [
 # Knows the home of every public name, and loads it when it is asked for.
 DOOR = "__init__"
 WITHOUT_TIMM = [*ORDER[: ORDER.index("convert")], "memory", "flags", "config"]
-HEAVY = ("timm", "matplotlib", "ultralytics", "torchmetrics", "tensorboard", "torchvision")
+HEAVY = ("timm", "matplotlib", "ultralytics", "torchmetrics", "tensorboard", "torchvision", "av", "torchcodec")
 
 
 def module_name(path: Path) -> str:
