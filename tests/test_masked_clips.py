@@ -134,7 +134,7 @@ def test_losses_metrics_and_pasting_know_tubelets(target):
 # ---- references
 
 
-def by_hand(name: str, clips: Tensor, masks: Tensor, step_size: float = 1.0) -> Tensor:
+def by_hand(name: str, clips: Tensor, masks: Tensor, step_size: float = 0.5) -> Tensor:
     tubelets = patchify(clips, TUBELET).double().unflatten(2, (-1, 3)).numpy()
     places = list(np.ndindex(GRID))
     answers = np.zeros_like(tubelets)
