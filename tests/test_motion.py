@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vision_rope.config import AugmentConfig, DataConfig, MotionConfig, TrainConfig, VideoConfig
+import vision_rope
+from vision_rope.config import (
+    AugmentConfig,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    MotionConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+    VideoConfig,
+)
 from vision_rope.data import ClipSampling, open_dataset
 from vision_rope.data.clips import Clips
 from vision_rope.data.motion import DIRECTIONS, MotionSource, draw_shape, list_speeds, move_over
@@ -431,3 +442,85 @@ def test_keys_of_motion_mean_nothing_for_other_data():
     config = replace(TrainConfig(), motion=MotionConfig(num_speeds=5))
     with pytest.raises(ValueError, match=r"motion.num_speeds is 5, but it would have no effect with data.source elpv"):
         check_config(config)
+
+
+# ---- models
+
+
+def make_model(position: str) -> torch.nn.Module:
+    shape = {"img_size": 16, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 10}
+    torch.manual_seed(3)
+    model = vision_rope.video_vit(
+        "vit_small_patch16_224", num_frames=4, tubelet=(1, 8, 8), position=position, reg_tokens=1, **shape
+    )
+    # As sharp as after training: fresh weights attend almost evenly, whatever the positions.
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attn.qkv.weight, std=0.3)
+    return model.eval()
+
+
+@pytest.mark.parametrize("position", ["rope-vit-axial", "none", "qwen3-vl", "axial-3d"])
+def test_models_without_an_axis_of_time_find_the_way_by_chance(position):
+    """In exactly half of the clips, whatever their weights; those with one tell both ways apart."""
+    source = make_source(replace(SMALL, size=16), num_frames=4)
+    clips = [source.read(index, torch.Generator().manual_seed(index)) for index in range(20)]
+    frames = torch.stack([clip.frames for clip, _ in clips]).transpose(1, 2) / 255.0
+    labels = torch.tensor([label for _, label in clips])
+    task = Motion(2)
+    batch = task.eval_batch(Clips(frames, torch.arange(4.0).expand(20, -1)), labels, None)
+    with torch.inference_mode():
+        outputs = make_model(position)(*batch.inputs)
+    forwards, backwards = outputs.chunk(2)
+    metrics = task.create_metrics(torch.device("cpu"))
+    metrics.update(outputs, batch.targets)
+    found = metrics.compute()
+    if position in ("rope-vit-axial", "none"):
+        torch.testing.assert_close(forwards, backwards)
+        assert found["way"] == 0.5
+        assert found["direction"] <= 0.5
+    else:
+        assert not torch.allclose(forwards, backwards, atol=1e-3)
+
+
+@pytest.mark.integration
+def test_a_run_is_judged_on_its_own_clips_and_on_clips_without_labels(tmp_path):
+    """Far too short to learn anything; real clips are stood for by frames of a moving square."""
+    from PIL import Image
+
+    from vision_rope.evaluate import evaluate
+    from vision_rope.trainer import train
+
+    for split in ("train", "validation"):
+        (tmp_path / split / "all").mkdir(parents=True)
+        for index in range(32):
+            colour = tuple(np.random.default_rng(index).integers(120, 256, 3).tolist())
+            Image.new("RGB", (16, 16), colour).save(tmp_path / split / "all" / f"{index}.png")
+    folder = tmp_path / "films" / "square" / "clip"
+    folder.mkdir(parents=True)
+    for place in range(12):
+        picture = Image.new("RGB", (16, 16))
+        picture.paste((250, 250, 250), (place, 5, place + 6, 11))
+        picture.save(folder / f"{place}.png")
+    shape = {"patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3}
+    config = TrainConfig(
+        task="motion",
+        batch_size=32,
+        model=ModelConfig(position="mixed-3d", options=shape),
+        data=DataConfig(source=f"motion:folder:{tmp_path}", size=16, mean=(0.2, 0.2, 0.2)),
+        video=VideoConfig(num_frames=4, fps=4.0, tubelet=1),
+        motion=MotionConfig(num_speeds=2, slowest=0.3, fastest=1.0, object_size=(0.5, 0.6), background=0.0, size=16),
+        augment=AugmentConfig(crop="resize", hflip=0.0),
+        schedule=ScheduleConfig(epochs=1, warmup_epochs=0.0),
+        evaluation=EvaluationConfig(every=1),
+        run=RunConfig(output=str(tmp_path / "run"), num_workers=0, progress=False, tensorboard=False),
+    )
+    result = train(config)
+    own = {name: result.best[f"val_{name}"] for name in ("direction", "way", "speed", "nll")}
+    assert own["nll"] == pytest.approx(math.log(16), abs=0.5)
+    assert result.best["val_images"] == 32
+    rows, _ = evaluate(
+        tmp_path / "run", data=f"frames:{tmp_path / 'films'}", split="train", num_workers=0, progress=False
+    )
+    assert rows[0]["clips"] == 1
+    assert rows[0]["moving"] == 1
+    assert {rows[0][name] for name in ("reversal", "way", "faster")} <= {0.0, 0.5, 1.0}
