@@ -495,12 +495,13 @@ def test_a_run_is_judged_on_its_own_clips_and_on_clips_without_labels(tmp_path):
         for index in range(32):
             colour = tuple(np.random.default_rng(index).integers(120, 256, 3).tolist())
             Image.new("RGB", (16, 16), colour).save(tmp_path / split / "all" / f"{index}.png")
-    folder = tmp_path / "films" / "square" / "clip"
-    folder.mkdir(parents=True)
-    for place in range(12):
-        picture = Image.new("RGB", (16, 16))
-        picture.paste((250, 250, 250), (place, 5, place + 6, 11))
-        picture.save(folder / f"{place}.png")
+    for clip in range(4):
+        folder = tmp_path / "films" / "square" / f"clip {clip}"
+        folder.mkdir(parents=True)
+        for place in range(12):
+            picture = Image.new("RGB", (16, 16))
+            picture.paste((250, 250, 250), (place, 5, place + 6, 11))
+            picture.save(folder / f"{place}.png")
     shape = {"patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3}
     config = TrainConfig(
         task="motion",
@@ -518,9 +519,7 @@ def test_a_run_is_judged_on_its_own_clips_and_on_clips_without_labels(tmp_path):
     own = {name: result.best[f"val_{name}"] for name in ("direction", "way", "speed", "nll")}
     assert own["nll"] == pytest.approx(math.log(16), abs=0.5)
     assert result.best["val_images"] == 32
-    rows, _ = evaluate(
-        tmp_path / "run", data=f"frames:{tmp_path / 'films'}", split="train", num_workers=0, progress=False
-    )
+    rows, _ = evaluate(tmp_path / "run", data=f"frames:{tmp_path / 'films'}", num_workers=0, progress=False)
     assert rows[0]["clips"] == 1
     assert rows[0]["moving"] == 1
     assert {rows[0][name] for name in ("reversal", "way", "faster")} <= {0.0, 0.5, 1.0}
