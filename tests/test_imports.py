@@ -75,6 +75,7 @@ ORDER = [
     "trainer",
     "study_plan",
     "study_results",
+    "study_elsewhere",
     "study",
     "benchmark",
     "cli",

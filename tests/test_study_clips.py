@@ -160,7 +160,9 @@ def test_a_study_of_clips_from_end_to_end(tmp_path: Path) -> None:
         for frame in range(10):
             Image.fromarray(np.roll(picture, frame, 1)).save(frames / f"{frame}.png")
     (tmp_path / "clips" / "fps.txt").write_text("10\n")
-    config = toy(data__source=f"frames:{tmp_path / 'clips'}", run__output=str(tmp_path / "study"))
+    source = f"frames:{tmp_path / 'clips'}"
+    # The same clips again: the figures must be those of the study.
+    config = toy(data__source=source, run__output=str(tmp_path / "study"), study__elsewhere=[source])
     lines: list[str] = []
     rows, files = run_study(config, report=lines.append)
     references = {row["row"] for row in rows if row["seed"] is None}
@@ -174,7 +176,16 @@ def test_a_study_of_clips_from_end_to_end(tmp_path: Path) -> None:
     assert "| row | method | 4 frames 10 fps 16 | 8 frames 10 fps 16 | CPU s a training |" in text
     assert "at 4 frames 10 fps 16" in lines[1]
 
-    # Finished cells are kept, and with them the references.
+    elsewhere = [path for path in files if path.name == "study.csv" and "elsewhere" in path.parts]
+    assert len(elsewhere) == 1
+    found = {row["row"]: float(row["r2"]) for row in read_csv(elsewhere[0])}
+    trained = [row for row in rows if row["seed"] is not None and (row["frames"], row["method"]) == (4, "none")]
+    assert found == pytest.approx({row["row"]: row["r2"] for row in trained})
+
+    # Finished cells are kept, and with them the references and what they came to elsewhere.
+    for kept in (tmp_path / "study" / "cells").glob("*/*/elsewhere/*/evaluation.csv"):
+        kept.unlink()
     again, _ = run_study(config, report=lines.append)
     assert again == rows
+    assert not list((tmp_path / "study" / "cells").glob("*/*/elsewhere/*/evaluation.csv")), "not judged again"
     assert "0 of 2 trainings to do" in lines[-1]

@@ -34,7 +34,10 @@ from vision_rope.study_config import StudyConfig, load_study, override
 from vision_rope.study_plan import CELLS, DEFAULT_OUTPUT, Cell, check_kept, check_models, plan
 
 # What a study writes beside its cells.
-OWN_NAMES = (CELLS, "study.yaml", "study.csv", "study.md", "study.png", "pairs.csv", "references.json", "study.lock")
+OWN_NAMES = (
+    *(CELLS, "elsewhere", "study.yaml", "study.csv", "study.md", "study.png", "pairs.csv"),
+    *("references.json", "study.lock"),
+)
 
 
 class ProcessLostError(RuntimeError):
@@ -65,6 +68,7 @@ def run_study(config: StudyConfig, report: Callable[[str], None] = print) -> tup
 def _run_locked(
     config: StudyConfig, cells: Sequence[Cell], output: Path, report: Callable[[str], None]
 ) -> tuple[list[Row], list[Path]]:
+    from vision_rope.study_elsewhere import judge_elsewhere
     from vision_rope.study_results import write_study
 
     if config.run.overwrite:
@@ -87,7 +91,8 @@ def _run_locked(
         rows += [{**facts, **row, **facts} for row in result["rows"]]
         if result["failed"]:
             rows.append({**facts, "method": "none", "reason": result["failed"]})
-    return rows, write_study(rows, config.study.baseline, output)
+    files = write_study(rows, config.study.baseline, output)
+    return rows, files + judge_elsewhere(config.study.elsewhere, cells, config.study.baseline, output)
 
 
 def run_cell(cell: Cell) -> dict[str, Any]:

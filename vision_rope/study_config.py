@@ -23,6 +23,7 @@ class StudySection:
         num_seeds: trainings a row, with the seeds seed, seed + 1, ...
         baseline: row that the others are compared with, seed by seed; empty leaves that table out.
         processes: trainings at the same time.
+        elsewhere: further data sources, on which all finished trainings are judged too, at the size of training.
     """
 
     encodings: list[str] = field(default_factory=lambda: ["all"])
@@ -31,6 +32,7 @@ class StudySection:
     num_seeds: int = 3
     baseline: str = ""
     processes: int = 2
+    elsewhere: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -23,9 +23,10 @@ VERDICT = (
 
 
 def choose_metrics(rows: Sequence[Row]) -> list[str]:
-    """What a study is told by, the most important first: direction, way and speed of motion; R2; AUROC; top-1."""
-    if any("direction" in row for row in rows):
-        return ["direction", "way", "speed"]
+    """What a study is told by, the most important first: figures of motion; R2; AUROC; top-1."""
+    for told in (["direction", "way", "speed"], ["reversal", "way", "faster"]):
+        if any(told[0] in row for row in rows):
+            return told
     return [next((name for name in ("r2", "auroc") if any(name in row for row in rows)), "top1")]
 
 
