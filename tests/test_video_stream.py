@@ -251,6 +251,8 @@ def begun(model: Any, batch: int = 2) -> StreamState:
             "frames are 2 clips of 2 x 2 patches and the stream began with 2 of 2 x 3",
         ),
         (lambda: (model := build()).step(begun(model), clips(1, 3)), "frames are 3 clips .* began with 2"),
+        (lambda: build().step(begun(build(attention="factorised")), clips(1)), "state is of another model"),
+        (lambda: build(attention="factorised").step(begun(build()), clips(1)), "state is of another model"),
         (
             lambda: (model := build(positions_per_second=2.0)).step(begun(model), clips(1), [0.5, 2.0]),
             "seconds begin at 0.5 and the step before ended at 1; a stream goes forward in time",

@@ -385,6 +385,17 @@ def test_weights_of_images_and_videos_load(name: str, attention: str) -> None:
         other.load_state_dict(wrong)
 
 
+def test_weights_of_images_are_copied_to_the_layers_of_time() -> None:
+    """With assign=True too, where tensors of the file become the parameters, and on the meta device."""
+    theirs = timm.create_model("vit_tiny_patch16_224", **TINY)
+    with torch.device("meta"):
+        video: Any = vr.video_vit("vit_tiny_patch16_224", 4, (2, 8, 8), "learned", attention="factorised", **TINY)
+    video.load_state_dict(theirs.state_dict(), assign=True)
+    parameters = dict(video.named_parameters())
+    assert not any(parameter.is_meta for parameter in parameters.values())
+    assert len({parameter.data_ptr() for parameter in parameters.values()}) == len(parameters)
+
+
 def test_a_model_is_converted_in_place_and_stays_of_its_class() -> None:
     theirs = timm.create_model("vit_tiny_patch16_224", **TINY)
     weight = theirs.blocks[0].attn.qkv.weight
@@ -536,6 +547,8 @@ def test_longer_gaps_extend_time(attention: str, kept: bool) -> None:
     assert_close(both[:1], one(plain, 0), atol=1e-5, rtol=1e-5)
     plain.position = vr.extend(plain.position, "yarn", train_size=(5, 2, 3), size=(17, 2, 3))
     assert_close(both[1:], one(plain, 1), atol=1e-5, rtol=1e-5)
+    none = {key: value[:0] for key, value in places.items()}
+    assert model.forward_patches(patches[:0], seconds=seconds[:0], **none).shape == (0, *both.shape[1:])
 
 
 # ---- what else timm models do

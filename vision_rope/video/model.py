@@ -145,9 +145,10 @@ class VideoModel(PositionedModel):
             if full in inflated:
                 continue
             if ".attn_time.proj." in full or name == "pos_embed_time":
-                inflated[full] = torch.zeros_like(own)
+                inflated[full] = torch.zeros_like(own, device=state_dict[key].device)
             elif source in inflated:
-                inflated[full] = inflated[source]
+                # A copy: loaded with assign=True both layers would be one.
+                inflated[full] = inflated[source].clone()
         return inflated
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -144,7 +144,8 @@ def _embed(model: Any, state: StreamState, frames: Tensor) -> Tensor:
             f"frames are {shape[0]} clips of {shape[1]} x {shape[2]} patches and the stream began with "
             f"{state.shape[0]} of {state.shape[1]} x {state.shape[2]}; resize them, or start another stream"
         )
-    if state.layers and len(state.layers) != len(model.blocks):
+    attentions = 1 if model.space_time == "joint" else 2
+    if state.layers and [len(layer) for layer in state.layers] != [attentions] * len(model.blocks):
         raise ValueError("state is of another model; start a stream of this one")
     if model.pos_embed_time is not None and state.steps >= state.length:
         raise ValueError(

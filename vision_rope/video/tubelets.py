@@ -135,8 +135,9 @@ def place_steps(
         _check_seconds(values)
     first = values[..., :1] if start is None else start
     times = (values[..., ::tubelet] - first) * positions_per_second
-    if not compiling and times.ndim == 2 and len(times) and (times == times[:1]).all():
-        times = times[0]
+    if not compiling and times.ndim == 2 and (times == times[:1]).all():
+        # Of no clips any times will do.
+        times = times[0] if len(times) else times.new_zeros(times.shape[1])
     return times.float()
 
 
