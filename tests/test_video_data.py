@@ -39,11 +39,12 @@ MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
 
 
 class Numbered(ClipSource):
-    """Clips of 4 noisy frames whose seconds tell index and draw; those of `broken` cannot be read."""
+    """Clips of 4 noisy frames whose gaps in time tell index and draw; those of `broken` cannot be read."""
 
     def __init__(self, count: int, broken: tuple[int, ...] = (), skip_broken: bool = False) -> None:
         self.name, self.classes, self.labels = "numbered", ["even", "odd"], None
         self.count, self.broken, self.skip_broken = count, broken, skip_broken
+        self.start = 100.0
 
     def __len__(self) -> int:
         return self.count
@@ -54,9 +55,9 @@ class Numbered(ClipSource):
     def read(self, index: int, generator: torch.Generator | None = None) -> tuple[Clip, int]:
         if index in self.broken:
             raise BrokenVideoError(self.path(index), "it is number " + str(index))
-        start = index + (0.5 if generator is None else float(torch.rand((), generator=generator)) / 2)
+        gap = index + (0.5 if generator is None else float(torch.rand((), generator=generator)) / 2)
         frames = torch.randint(256, (4, 3, 40, 50), generator=torch.Generator().manual_seed(index))
-        return Clip(frames.to(torch.uint8), start + torch.arange(4, dtype=torch.float64) / 100), index % 2
+        return Clip(frames.to(torch.uint8), self.start + gap * torch.arange(4, dtype=torch.float64)), index % 2
 
     def damage(self, index: int) -> str | None:
         return "a scratch" if index == 3 else None
@@ -187,6 +188,11 @@ class TestFrameFolders:
         broken.write_bytes(b"no picture")
         with pytest.raises(BrokenImageError, match=r"5\.png"):
             self.open(folder, fps=None, num_frames=12)[0]
+        broken.unlink()
+        broken.symlink_to("gone.png")
+        with pytest.raises(BrokenVideoError, match=r"5\.png cannot be read: No such file"):
+            self.open(folder, fps=None, num_frames=12)[0]
+        broken.unlink()
         Image.new("RGB", (9, 7)).save(broken)
         with pytest.raises(BrokenVideoError, match=r"different sizes.*6x9, 7x9"):
             self.open(folder, fps=None, num_frames=12)[0]
@@ -271,6 +277,13 @@ class TestVideoFolders:
                 clip, _ = parts_source.read(index, torch.Generator().manual_seed(seed))
                 assert start <= clip.seconds[0] < clip.seconds[-1] < start + 0.4
 
+    def test_a_file_stays_in_one_split_however_it_is_written(self, folder: Path) -> None:
+        paths = ["dog/h265_video.mp4", "./dog/h265_video.mp4", "dog/../dog/h265_video.mp4"]
+        (folder / "list.csv").write_text("\n".join(["path", *(2 * paths)]))
+        with pytest.raises(ValueError, match="leaves none of 1 videos for the validation split"):
+            self.open(folder / "list.csv", "validation")
+        assert len(self.open(folder / "list.csv")) == 6
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [
@@ -283,10 +296,15 @@ class TestVideoFolders:
             ("path,split\na.mp4,val", "no row whose split is train"),
             ("path,start\na.mp4,soon", "start is 'soon'"),
             ("path,start,end\na.mp4,3,2", "end is 2, but it must come after start 3"),
+            ("path,start\na.mp4,nan", "start is 'nan', but it must be seconds or empty"),
+            ("path,end\na.mp4,nan", "end is 'nan', but it must be seconds or empty"),
+            ("path,label,label\na.mp4,a,b", "names the column label twice"),
+            ("path,label\na.mp4,\udce4", r"list\.csv is no list in UTF-8"),
+            (f'path\n"{200_000 * "a"}"', r"list\.csv, after line 1: field larger than"),
         ],
     )
     def test_faulty_lists(self, tmp_path: Path, text: str, message: str) -> None:
-        (tmp_path / "list.csv").write_text(text)
+        (tmp_path / "list.csv").write_text(text, errors="surrogateescape")
         with pytest.raises(ValueError, match=message):
             self.open(tmp_path / "list.csv")
 
@@ -338,7 +356,7 @@ class TestBatches:
         for frames, seconds, label, index in zip(*clips, labels.tolist(), indices.tolist(), strict=True):
             clip, own = source[index]
             assert label == own
-            torch.testing.assert_close(seconds, clip.seconds.float())
+            torch.testing.assert_close(seconds, (clip.seconds - clip.seconds[0]).float())
             for place in range(4):
                 image = eval_transform((24, 32))(clip.frames[place]).float() / 255
                 torch.testing.assert_close(frames[:, place], (image - mean) / std)
@@ -366,6 +384,13 @@ class TestBatches:
                 assert all(map(torch.equal, (*clips, *rest), (*same, *others)))
         later = read(make(source, **options), epoch=2)
         assert not torch.equal(later[0][0].seconds.sort(0).values, expected[0][0].seconds.sort(0).values)
+
+    def test_late_clips_keep_their_gaps(self) -> None:
+        """Seconds of a clock, of which float32 keeps no fractions."""
+        source = Numbered(4)
+        source.start = 1.7e9
+        (clips, *_) = read(make(source))[0]
+        torch.testing.assert_close(clips.seconds[:, 1], torch.tensor([0.5, 1.5, 2.5, 3.5]), atol=1e-6, rtol=0)
 
     @pytest.mark.parametrize(
         "transform",
@@ -426,7 +451,7 @@ class TestBatches:
             indices = torch.cat([indices for *_, indices in batches]).sort().values
             assert indices.tolist() == [0, 1, 3, 3, 4, 7, 7, 7]
             # A clip in the place of another one is seen at another time.
-            assert len({seconds[0].item() for clips, *_ in batches for seconds in clips.seconds}) == 8
+            assert len({seconds[1].item() for clips, *_ in batches for seconds in clips.seconds}) == 8
         assert sorted(message.split(":")[0] for message in loader.told) == ["clip 2", "clip 3", "clip 5", "clip 6"]
         for workers in (2,):
             other = make(source, num_workers=workers, **options)
@@ -459,7 +484,7 @@ class TestBatches:
         part = take_evenly(Numbered(9, (2,), skip_broken=True), 3)
         assert (len(part), part.path(1), part.skip_broken) == (3, "clip 3", True)  # type: ignore[union-attr]
         assert part.damage(1) == "a scratch"  # type: ignore[union-attr]
-        assert part[2][0].seconds[0] == 6.5  # type: ignore[index]
+        assert part[2][0].seconds[1] == 106.5  # type: ignore[index]
 
     def test_streams_wait_for_clips_as_for_images(self) -> None:
         """Failure class 32."""

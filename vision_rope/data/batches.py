@@ -212,7 +212,8 @@ def collate(samples: list[Sample | LeftOut | Exception]) -> HostBatch | list[Rep
     labels, indices, seeds = torch.tensor(numbers, dtype=torch.int64).unbind(1)
     seconds = [sample.image.seconds for sample in whole if isinstance(sample.image, Clip)]
     stacked = torch.stack(images)
-    inputs = Clips(stacked, torch.stack(seconds).float()) if seconds else stacked
+    # Counted from the clip's start before they are rounded: float32 has no fractions of the seconds of a clock.
+    inputs = Clips(stacked, torch.stack([each - each[0] for each in seconds]).float()) if seconds else stacked
     return HostBatch(inputs, labels, indices, seeds, reports)
 
 

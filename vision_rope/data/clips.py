@@ -23,6 +23,8 @@ class Clip(NamedTuple):
 class Clips(NamedTuple):
     """A batch of clips; what a loader gives where images are a tensor.
 
+    Seconds count from a clip's first frame.
+
     Shapes: on the device, frames floating point (batch, 3, frames, height, width), normalised, seconds float32
         (batch, frames); in host memory, frames uint8 (batch, frames, 3, height, width), seconds float32
     """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vision_rope.data.folders import VALIDATION_FOLDERS, Split, hold_out
@@ -11,6 +13,7 @@ from vision_rope.data.video_sources import Segment, natural_key
 
 # The class of clips without labels.
 NO_CLASS = "clip"
+COLUMNS = ("path", "label", "split", "start", "end")
 
 
 def read_list(
@@ -42,10 +45,13 @@ def read_list(
                 f"train_split is {train_split!r} and val_split {val_split!r}, but {file} has no column split; "
                 "leave both out, val_fraction and split_seed say what is held out"
             )
-        strata = {row["path"]: row["label"] for _, row in reversed(rows)}
+        # ./a.mp4 and a.mp4 are one file.
+        paths = [os.path.normpath(row["path"]) for _, row in rows]
+        strata = {path: row["label"] for path, (_, row) in zip(reversed(paths), reversed(rows), strict=True)}
         keys = list(strata)
-        picked = {keys[place] for place in hold_out(keys, list(strata.values()), split, val_fraction, split_seed)}
-        chosen = [place for place, (_, row) in enumerate(rows) if row["path"] in picked]
+        held = hold_out(keys, list(strata.values()), split, val_fraction, split_seed, what="videos")
+        picked = {keys[place] for place in held}
+        chosen = [place for place, path in enumerate(paths) if path in picked]
     return names, [(segments[place], classes[rows[place][1]["label"]]) for place in chosen]
 
 
@@ -53,26 +59,41 @@ def _read_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """Lines of a list with their numbers; every row has a path and a label."""
     if not file.is_file():
         raise ValueError(f"data source videos:{file}: there is no file {file}")
-    known = ("path", "label", "split", "start", "end")
     with file.open(newline="", encoding="utf-8-sig") as text:
         reader = csv.DictReader(text, skipinitialspace=True)
-        columns = list(reader.fieldnames or [])
-        if "path" not in columns or any(name not in known for name in columns):
-            raise ValueError(
-                f"{file} begins with {','.join(columns) or 'nothing'}, but its first line must name its columns: path, "
-                "and where wanted label, split, start, end"
-            )
-        empty = True
-        for row in reader:
-            if None in row or any(value is None for value in row.values()):
-                raise ValueError(f"{file}, line {reader.line_num}: it does not have {len(columns)} fields")
-            for name in ("path", "label", "split"):
-                if name in row and not row[name].strip():
-                    raise ValueError(f"{file}, line {reader.line_num}: its {name} is empty")
-            empty = False
-            yield reader.line_num, {"label": NO_CLASS, **{name: value.strip() for name, value in row.items()}}
-        if empty:
-            raise ValueError(f"{file} lists no videos")
+        try:
+            yield from _check_rows(file, reader)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is no list in UTF-8: {error}; save it as CSV in UTF-8") from error
+        except csv.Error as error:
+            raise ValueError(f"{file}, after line {reader.line_num}: {error}") from error
+
+
+def _check_rows(file: Path, reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    columns = list(reader.fieldnames or [])
+    _check_columns(file, columns)
+    empty = True
+    for row in reader:
+        if None in row or any(value is None for value in row.values()):
+            raise ValueError(f"{file}, line {reader.line_num}: it does not have {len(columns)} fields")
+        for name in ("path", "label", "split"):
+            if name in row and not row[name].strip():
+                raise ValueError(f"{file}, line {reader.line_num}: its {name} is empty")
+        empty = False
+        yield reader.line_num, {"label": NO_CLASS, **{name: value.strip() for name, value in row.items()}}
+    if empty:
+        raise ValueError(f"{file} lists no videos")
+
+
+def _check_columns(file: Path, columns: Sequence[str]) -> None:
+    if "path" not in columns or any(name not in COLUMNS for name in columns):
+        raise ValueError(
+            f"{file} begins with {','.join(columns) or 'nothing'}, but its first line must name its columns: path, "
+            "and where wanted label, split, start, end"
+        )
+    twice = next((name for name in columns if columns.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{file} names the column {twice} twice; take one of them out")
 
 
 def _segment(file: Path, line: int, row: dict[str, str]) -> Segment:
@@ -81,9 +102,12 @@ def _segment(file: Path, line: int, row: dict[str, str]) -> Segment:
     for name in ("start", "end"):
         text = row.get(name, "")
         try:
-            limits.append(float(text) if text else None)
-        except ValueError as error:
-            raise ValueError(f"{file}, line {line}: {name} is {text!r}, but it must be seconds or empty") from error
+            limit = float(text) if text else None
+        except ValueError:
+            limit = math.nan
+        if limit is not None and math.isnan(limit):
+            raise ValueError(f"{file}, line {line}: {name} is {text!r}, but it must be seconds or empty")
+        limits.append(limit)
     start, end = limits
     if end is not None and end <= (start or 0.0):
         raise ValueError(f"{file}, line {line}: end is {end:g}, but it must come after start {start or 0:g}")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vision_rope.data.clip_sampling import ClipSampling
 from vision_rope.data.clips import Clip, ClipSource
-from vision_rope.data.decode import decode_image
+from vision_rope.data.decode import BrokenFileError, decode_image
 from vision_rope.data.decode_torchcodec import decode_by_nvdec, decode_by_torchcodec, load_torchcodec
 from vision_rope.data.decode_video import BrokenVideoError, Choose, decode_frames, load_pyav
 from vision_rope.data.folders import IMAGE_EXTENSIONS
@@ -145,7 +145,13 @@ class FrameFolderSource(ClipSource):
             chosen = self.sampling.choose(seconds, draw_position(generator))
         except ValueError as error:
             raise BrokenVideoError(self.path(index), str(error)) from error
-        frames = [decode_image(files[place]) for place in chosen.tolist()]
+        try:
+            frames = [decode_image(files[place]) for place in chosen.tolist()]
+        except BrokenFileError:
+            raise
+        except OSError as error:
+            # A link to nothing, a folder with a picture's name, a file that may not be read.
+            raise BrokenVideoError(self.path(index), f"{error.filename} cannot be read: {error.strerror}") from error
         if len({frame.shape for frame in frames}) > 1:
             sizes = sorted({f"{frame.shape[1]}x{frame.shape[2]}" for frame in frames})
             reason = f"its frames have different sizes (rows x columns): {', '.join(sizes)}"
