@@ -293,6 +293,10 @@ def test_a_learned_embedding_of_another_size_is_resampled(tmp_path: Path, class_
     save_weights(path, trained.state_dict(), {})
     with pytest.raises(ValueError, match="shapes differ: pos_embed"):
         load_start(build_model(large, 3), path)
+    # One of other positions has no place for the embedding.
+    turned = load_config(["--model.options", options, "--data.size", "16x32", "--model.position", "none"])
+    with pytest.raises(ValueError, match="does not fit the model: the model has no pos_embed"):
+        load_start(build_model(turned, 3), path)
 
 
 def test_a_masked_encoder_starts_a_classifier(tmp_path: Path) -> None:

@@ -733,6 +733,7 @@ def test_whole_models_compile(position: str, options: dict[str, Any]) -> None:
         ),
         (lambda: vr.video_vit("vit_tiny_patch16_224", tubelet=2), "tubelet is 2; it is .* positive whole numbers"),
         (lambda: vr.video_vit("vit_tiny_patch16_224", tubelet=(0, 16, 16)), r"tubelet is \(0, 16, 16\)"),
+        (lambda: build(causal="no"), "causal is 'no'; it must be True or False"),
         (lambda: build(attention="divided"), "attention is 'divided'; choose one of joint, factorised"),
         (lambda: build("t5", attention="factorised"), "'t5' .* choose attention='joint'"),
         (lambda: build(attention="factorised", patch_drop_rate=0.5), "patch_drop_rate=0"),

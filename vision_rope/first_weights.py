@@ -115,7 +115,7 @@ def _fit_times(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str,
 
 
 def _differs(state: Mapping[str, Tensor], own: Mapping[str, Tensor], name: str) -> bool:
-    return name in state and state[name].shape != own[name].shape
+    return name in state and name in own and state[name].shape != own[name].shape
 
 
 def _fit_absolute(model: Any, state: dict[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:

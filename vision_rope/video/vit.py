@@ -67,8 +67,9 @@ def video_vit(
     """Turn a timm ViT into a video transformer whose tokens carry time, row and column.
 
     A timm model is changed in place and returned; its weights and state-dict keys stay, those of its patches inflated:
-    a still image, repeated to fill the tubelet, gives what the image model with the same encoding gives. Weights of an
-    image model load by `load_state_dict` as they are.
+    a still image, repeated to fill the tubelet, gives what the image model with the same encoding gives (not with
+    "sinusoidal", which shares its channels out over three axes). Weights of an image model load by `load_state_dict` as
+    they are.
 
     Args:
         model_or_name: a timm model of its VisionTransformer, VisionTransformerDistilled or Eva class, or the name of
@@ -163,6 +164,8 @@ def _check_attention(model: Any, attention: str, causal: bool) -> None:
         raise ValueError(
             f"attention is {attention!r}; choose one of {', '.join(SPACE_TIME)}{did_you_mean(attention, SPACE_TIME)}"
         )
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal is {causal!r}; it must be True or False")
     if attention == "factorised" and not isinstance(getattr(model, "patch_drop", None), nn.Identity | None):
         raise ValueError(
             "the model drops patches (patch_drop_rate), which factorised attention cannot leave out; build it with "
