@@ -142,6 +142,23 @@ def test_words_people_write(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("words", ["--evaluation.frames 8,16 --evaluation.fps 2,4.5", "yaml list", "yaml text"])
+def test_lists_of_numbers_take_commas_and_lists(tmp_path, words):
+    text = "{frames: '8,16', fps: '2,4.5'}" if words == "yaml text" else "{frames: [8, 16], fps: [2, 4.5]}"
+    argv = words.split() if words.startswith("--") else ["--config", str(write(tmp_path, f"evaluation: {text}"))]
+    config = load_config(argv)
+    assert (config.evaluation.frames, config.evaluation.fps) == ([8, 16], [2.0, 4.5])
+    assert load_config(["--evaluation.frames", "8"]).evaluation.frames == [8]
+    assert load_config(["--evaluation.frames", "[]"]).evaluation.frames == []
+
+
+def test_a_word_in_a_list_of_numbers_is_refused():
+    with pytest.raises(ValueError, match=r"frames is '8,b', but it must be a list, like 8,16, each .* a whole number"):
+        load_config(["--evaluation.frames", "8,b"])
+    with pytest.raises(ValueError, match=r"--evaluation.fps \[: not valid YAML"):
+        load_config(["--evaluation.fps", "2,["])
+
+
 @pytest.mark.parametrize(
     "words",
     [

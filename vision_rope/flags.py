@@ -229,6 +229,11 @@ def _tidy(hint: Any, key: str, value: Any) -> Any:
         if isinstance(value, list):
             value = [str(item) if isinstance(item, int) else item for item in value]
         return value
+    if hint in (list[int], list[float]):
+        if isinstance(value, str):
+            words = [] if value.startswith("[") else [word for word in value.split(",") if word.strip()]
+            return [_parse_option(key, word) for word in words] or _parse_option(key, value)
+        return [value] if isinstance(value, int | float) and not isinstance(value, bool) else value
     if hint == int | tuple[int, int] and isinstance(value, str) and re.fullmatch(r"\d+[x,]\d+", value):
         return [int(number) for number in re.split("[x,]", value)]
     return value
@@ -290,6 +295,8 @@ def _describe(hint: Any) -> str:
         return "keys with values, like {depth: 6}"
     if hint == list[str]:
         return "a list, like 64,96x160"
+    if hint in (list[int], list[float]):
+        return f"a list, like {'8,16' if hint == list[int] else '2,7.5'}, each of them {_describe(get_args(hint)[0])}"
     if getattr(hint, "__origin__", None) is Literal:
         return "one of " + ", ".join(get_args(hint))
     if getattr(hint, "__origin__", None) is tuple:
