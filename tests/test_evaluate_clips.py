@@ -212,6 +212,10 @@ def test_rows_say_how_many_clips_were_shorter_longer_and_left_out() -> None:
         (4, 0, 4),
     ]
     assert {row["clips_left_out"] for row in rows} == {0}
+    assert format_table(rows).split("\n\n")[2].splitlines() == [
+        "4 frames 2 fps 16: 1 of 4 clips are shorter, and sampled more densely.",
+        "4 frames 30 fps 16: 4 of 4 clips are longer, for want of so many frames a second.",
+    ]
     table = format_table(rows).split("\n\n")[1]
     assert "shorter  longer" in table.splitlines()[0]
     assert "left out" not in table

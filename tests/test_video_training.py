@@ -199,6 +199,17 @@ def test_a_run_is_evaluated_and_probed_at_its_own_frames(configure, tmp_path: Pa
 
 
 @pytest.mark.integration
+def test_the_log_says_once_that_clips_are_shorter_than_asked_for(configure, tmp_path: Path) -> None:
+    """9 frames at 30 a second last less than 4 at 5."""
+    train(configure("--video.fps", "5"))
+    told = [line for line in (tmp_path / "run" / "log.txt").read_text().splitlines() if "clips are" in line]
+    assert len(told) == 1
+    assert told[0].endswith("validation: 4 frames 5 fps 16: 6 of 6 clips are shorter, and sampled more densely.")
+    train(configure("--schedule.epochs", "1", "--schedule.warmup_epochs", "0", output="other"))
+    assert "clips are" not in (tmp_path / "other" / "log.txt").read_text()
+
+
+@pytest.mark.integration
 def test_starting_from_an_image_run(clips: Path, configure, tmp_path: Path) -> None:
     images = load_config(
         [

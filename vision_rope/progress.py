@@ -1,13 +1,15 @@
-"""The progress bar of an epoch."""
+"""The progress bar of an epoch, and its line in the log."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from vision_rope.results import Row
 
 if TYPE_CHECKING:
     from vision_rope.data import DeviceLoader
@@ -67,3 +69,17 @@ def show_progress(
                 )
                 bar.set_postfix_str(", ".join(figures), refresh=False)
             bar.update()
+
+
+def summarise(row: Row, epochs: int, is_best: bool, headline: Sequence[str], noun: str) -> str:
+    """The line of the log for an epoch that has ended."""
+    words = [f"epoch {row['epoch']}/{epochs}", f"loss {row['train_loss']:.4f}"]
+    if "train_top1" in row:
+        words.append(f"accuracy {row['train_top1']:.1%}")
+    for key in headline:
+        value = row.get(f"val_{key}")
+        if value is not None:
+            words.append(f"val {key} {value:.4f}")
+    words.append(f"lr {row['lr']:.2e}")
+    words.append(f"{row['images_per_second']:.0f} {noun}/s")
+    return "  ".join(words) + ("  (best)" if is_best else "")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vision_rope.checkpoint import write_whole
+from vision_rope.points import point_of
 
 # One size and method: names of facts and figures -> values; None where there is no figure.
 Row = dict[str, Any]
@@ -73,7 +75,10 @@ def without_classes(rows: Sequence[Row]) -> list[Row]:
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """The rows as an aligned table for a terminal; a row without figures shows its reason."""
+    """The rows as an aligned table for a terminal; a row without figures shows its reason.
+
+    Below it stands which clips were left out, or last less or more than asked for.
+    """
     lines = []
     places = len(place_keys(rows[0])) if rows else 1
     if any(row.get("weights") == UNTRAINED for row in rows):
@@ -99,7 +104,30 @@ def format_table(rows: Sequence[Row]) -> str:
         left = [cell.ljust(width) for cell, width in zip(line[: places + 1], widths, strict=False)]
         right = [cell.rjust(width) for cell, width in zip(line[places + 1 :], widths[places + 1 :], strict=False)]
         lines.append("  ".join(left + right).rstrip())
+    if notes := describe_clip_counts(rows):
+        lines += ["", *notes]
     return "\n".join(lines)
+
+
+def order_of(row: Row) -> tuple[float, float, float]:
+    """By size, of clips by rate (every frame last) and frames too."""
+    return row["height"] * row["width"], row.get("fps") or math.inf, row.get("frames") or 0
+
+
+def describe_clip_counts(rows: Sequence[Row]) -> list[str]:
+    """At which points clips were left out, or last less or more than asked for: a sentence a count."""
+    words = {
+        "clips_left_out": "left out, because they cannot be read or have too few frames",
+        "clips_shorter": "shorter, and sampled more densely",
+        "clips_longer": "longer, for want of so many frames a second",
+    }
+    found: dict[str, list[str]] = {}
+    for row in sorted((row for row in rows if "frames" in row), key=order_of):
+        for key, what in words.items():
+            if row.get(key):
+                among = "" if key == "clips_left_out" else f" of {row['clips']}"
+                found.setdefault(f"{row[key]}{among} clips are {what}", []).append(point_of(row))
+    return [f"{', '.join(dict.fromkeys(points))}: {what}." for what, points in found.items()]
 
 
 def _format_figure(key: str, value: float | None) -> str:

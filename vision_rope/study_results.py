@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from vision_rope.checkpoint import write_whole
 from vision_rope.points import point_of, training_of
 from vision_rope.references import REFERENCES
-from vision_rope.results import METRICS, Row, write_csv
+from vision_rope.results import METRICS, Row, describe_clip_counts, order_of, write_csv
 
 # A difference counts as resolved where at least so many seeds agree on its sign and none disagrees.
 ENOUGH_SEEDS = 3
@@ -101,7 +100,7 @@ def format_study(rows: Sequence[Row], baseline: str) -> str:
     for other in others:
         lines += ["", *_table(rows, other)]
     known = _known(rows, metric)
-    if reasons := [*_definitions(known), *_clip_counts(known), *_reasons(rows)]:
+    if reasons := [*_definitions(known), *(f"- {line}" for line in describe_clip_counts(known)), *_reasons(rows)]:
         lines += ["", *reasons]
     also = f" ({METRICS[metric]}; {' and '.join(METRICS[other] for other in others)} in pairs.csv)" if others else ""
     for title, chosen in (
@@ -125,7 +124,7 @@ def _place_key(rows: Sequence[Row]) -> str:
 def _table(rows: Sequence[Row], metric: str) -> list[str]:
     """A line a row and method, a column a size or point."""
     known = _known(rows, metric)
-    points = list(dict.fromkeys(map(point_of, sorted(known, key=_order))))
+    points = list(dict.fromkeys(map(point_of, sorted(known, key=order_of))))
     where = "frames, rates and sizes" if _place_key(rows) == "point" else "image sizes"
     facts = next(iter(known), {})
     seeds = len({row["seed"] for row in known if row["seed"] is not None}) or 1
@@ -153,27 +152,6 @@ def _count(rows: Sequence[Row]) -> str:
     kind = "clips" if _place_key(rows) == "point" else "images"
     counts = [row[kind] for row in rows] or [None]
     return f"{counts[0]} {kind}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)} {kind}"
-
-
-def _order(row: Row) -> tuple[float, float, float]:
-    """By size, of clips by rate (every frame last) and frames too."""
-    return row["height"] * row["width"], row.get("fps") or math.inf, row.get("frames") or 0
-
-
-def _clip_counts(rows: Sequence[Row]) -> list[str]:
-    """At which points clips were left out, or last less or more than asked for."""
-    words = {
-        "clips_left_out": "left out, because they cannot be read or have too few frames",
-        "clips_shorter": "shorter, and sampled more densely",
-        "clips_longer": "longer, for want of so many frames a second",
-    }
-    found: dict[str, list[str]] = {}
-    for row in sorted(rows, key=_order):
-        for key, what in words.items():
-            if row.get(key):
-                among = "" if key == "clips_left_out" else f" of {row['clips']}"
-                found.setdefault(f"{row[key]}{among} clips are {what}", []).append(point_of(row))
-    return [f"- {', '.join(dict.fromkeys(points))}: {what}." for what, points in found.items()]
 
 
 def _trained(rows: Sequence[Row]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -214,6 +214,12 @@ class ClipCounts:
         excess = (seconds[:, -1] - seconds[:, 0]) * self.fps - (self.num_frames - 1)
         self.shorter += int((excess < -0.5).sum())
         self.longer += int((excess > 0.5).sum())
+
+    def watch(self, batches: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        """Count batches of clips, labels and more as they pass."""
+        for batch in batches:
+            self.add(batch[0].seconds)
+            yield batch
 
     def complete(self, figures: Row) -> Row:
         """Figures of clips under their own name, with the counts of all ranks."""

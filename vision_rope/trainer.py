@@ -19,12 +19,13 @@ from vision_rope import checkpoint, weight_metadata
 from vision_rope.config import TrainConfig, load_config, to_yaml
 from vision_rope.optimization import create_optimizer, create_schedule
 from vision_rope.parallel import Distributed, choose_device, choose_precision, distributed
-from vision_rope.points import format_point
+from vision_rope.points import Point, format_point
 from vision_rope.preparation import build_start, check_sweep, create_loaders
-from vision_rope.progress import show_progress
+from vision_rope.progress import show_progress, summarise
+from vision_rope.results import describe_clip_counts
 from vision_rope.rules import check_config
 from vision_rope.run_folder import Row, RunFolder, check_output, default_output
-from vision_rope.sizes import training_sizes
+from vision_rope.sizes import pixel_size, training_sizes
 from vision_rope.tasks import create_task
 
 # Steps between looks at whether the loss is finite, which wait for the device.
@@ -128,6 +129,7 @@ class Trainer:
         self.ema = ModelEmaV3(self.model, decay=config.ema_decay, use_warmup=True) if config.ema_decay else None
         self.epoch = self.updates = 0
         self.best: Row = {}
+        self.validated = False
         if config.run.resume:
             self._load()
         if config.run.grad_checkpointing:
@@ -279,17 +281,26 @@ class Trainer:
 
     def _validate(self, epoch: int) -> Row:
         from vision_rope.measure import Meter
+        from vision_rope.sweep import ClipCounts
 
+        video, clips = self.config.video, self.val_loader.dataset
+        counts = None if video.num_frames is None else ClipCounts(len(clips), video.num_frames, video.fps)
         model = self.model if self.ema is None else self.ema.module
         precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
         meter = Meter(self.task, self.world.device, precision)
         try:
-            meter.run(model, self.val_loader)
+            meter.run(model, self.val_loader if counts is None else counts.watch(self.val_loader))
             row = meter.result()
         except ValueError as error:
             if "not finite" not in str(error):
                 raise
             raise self._diverged(f"validation after epoch {epoch + 1} failed: {error}", self._lr()) from error
+        if counts is not None and not self.validated:
+            point = Point(pixel_size(self.config.data.size), video.num_frames, video.fps)
+            told = {**point.describe((video.tubelet, 1, 1)), **counts.complete(row)}
+            for sentence in describe_clip_counts([told]):
+                self.folder.log(f"validation: {sentence}")
+        self.validated = True
         if self.world.is_main and meter.first is not None:
             batch, outputs = meter.first
             picture = self.folder.path / "reconstructions" / f"epoch-{epoch + 1:04d}.png"
@@ -329,7 +340,7 @@ class Trainer:
             checkpoint.save_last(self.folder.path, state, weights=weights, ema=ema, metadata=metadata)
         else:
             self.folder.add_row(row)
-        self.folder.log(_summary(row, self.config.schedule.epochs, is_best, self.task.headline, self.noun))
+        self.folder.log(summarise(row, self.config.schedule.epochs, is_best, self.task.headline, self.noun))
 
     def _load(self) -> None:
         """Go on from last/; the schedule is a function of the number of updates, the optimizer keeps its last value."""
@@ -384,16 +395,3 @@ def seed_everything(*parts: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-def _summary(row: Row, epochs: int, is_best: bool, headline: Sequence[str], noun: str) -> str:
-    words = [f"epoch {row['epoch']}/{epochs}", f"loss {row['train_loss']:.4f}"]
-    if "train_top1" in row:
-        words.append(f"accuracy {row['train_top1']:.1%}")
-    for key in headline:
-        value = row.get(f"val_{key}")
-        if value is not None:
-            words.append(f"val {key} {value:.4f}")
-    words.append(f"lr {row['lr']:.2e}")
-    words.append(f"{row['images_per_second']:.0f} {noun}/s")
-    return "  ".join(words) + ("  (best)" if is_best else "")
