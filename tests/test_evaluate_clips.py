@@ -314,6 +314,29 @@ def test_the_figure_joins_clips_of_one_size_and_rate(monkeypatch: pytest.MonkeyP
     )
 
 
+def test_the_figure_joins_no_points_of_different_clips(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    rows = [
+        {
+            **Point((16, 16), frames, 2.0).describe((2, 8, 8)),
+            **Point((16, 16), 4, 2.0).describe_training(),
+            "method": "none",
+            "top1": frames / 100,
+            "clips": clips,
+        }
+        for frames, clips in ((4, 7), (8, 7), (16, 4), (32, 4))
+    ]
+    plots.plot_evaluation(rows, tmp_path / "x.png")
+    plots.plot_evaluation(rows[:2], tmp_path / "x.png")
+    lines = figures[0].axes[0].lines
+    (line,) = (line for line in lines if line.get_label() == "no extension")
+    (hollow,) = (line for line in lines if line.get_markerfacecolor() == "white")
+    assert list(line.get_ydata()) == pytest.approx([0.04, 0.08, math.nan, 0.16, 0.32], nan_ok=True)
+    assert list(hollow.get_ydata()) == [0.16, 0.32]
+    assert [figure.get_supxlabel().endswith("hollow: not all clips") for figure in figures] == [True, False]
+
+
 # --- configurations -------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,8 @@ def plot_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None
 
     The horizontal axis is the side of the square of the same area. Lines join square sizes; rectangles stand beside
     them as hollow marks. Clips stand side by side, by size and rate, and lines join those that differ in the number of
-    frames alone. AUROC is drawn where there are two classes.
+    frames alone and rest on as many clips; hollow marks rest on fewer than others. AUROC is drawn where
+    there are two classes.
 
     Units: accuracy, AUROC and ECE 0..1, NLL in nats; sizes in pixels.
     """
@@ -54,6 +55,7 @@ def plot_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None
     axes = figure.subplots(lines, columns, squeeze=False)
     series = _group_by_line(rows)
     place, clips = _find_place(rows), _are_clips(rows)
+    most = max((row.get("clips") or 0 for row in rows), default=0)
     for panel, metric in zip(axes.flat, panels, strict=True):
         for index, (label, members) in enumerate(series.items()):
             # Later lines are thinner, so that equal values (below the training size) stay visible as nested marks.
@@ -67,7 +69,11 @@ def plot_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None
             figures = [(place(row), row[metric], row) for row in members if row.get(metric) is not None]
             squares = sorted((x, value) for x, value, row in figures if clips or row["height"] == row["width"])
             oblongs = [(x, value) for x, value, row in figures if not clips and row["height"] != row["width"]]
-            panel.plot(*_columns(_part(squares) if clips else squares), label=label, **style)
+            counts = {place(row): row.get("clips") for _, _, row in figures}
+            fewer = [(x, value) for x, value, row in figures if _lacks_clips(row, most)]
+            panel.plot(*_columns(_part(squares, counts) if clips else squares), label=label, **style)
+            # White inside where the line's own mark lies below, which has all points of clips.
+            panel.plot(*_columns(fewer), **{**style, "linewidth": 0, "markerfacecolor": "white"})
             panel.plot(*_columns(oblongs), **{**style, "linewidth": 0, "markerfacecolor": "none"})
         _mark_points(panel, rows, place)
         panel.set_title(PANELS[metric], fontsize=11)
@@ -75,6 +81,7 @@ def plot_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None
         panel.spines[["top", "right"]].set_visible(False)
     oblong = not clips and any(row["height"] != row["width"] for row in rows)
     note = "; hollow: rows x columns at the side of equal area" if oblong else ""
+    note += "; hollow: not all clips" if any(_lacks_clips(row, most) for row in rows) else ""
     figure.supxlabel(_name_axis(rows) + note, fontsize=9)
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(
@@ -297,11 +304,21 @@ def _clip_key(row: Mapping[str, Any]) -> tuple[float, ...]:
     return (row["height"] * row["width"], row["height"], row["fps"] or math.inf, row["frames"])
 
 
-def _part(points: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """Points of clips with an empty one in every gap, so that no line joins different sizes or rates."""
+def _lacks_clips(row: Mapping[str, Any], most: int) -> bool:
+    """Whether a row's figures rest on fewer clips than others."""
+    return row.get("clips") is not None and row["clips"] < most
+
+
+def _part(points: Sequence[tuple[float, ...]], counts: Mapping[float, Any] | None = None) -> list[tuple[float, ...]]:
+    """Points of clips with an empty one in every gap, so that no line joins different sizes, rates or clips.
+
+    Args:
+        counts: by place, how many clips a point is of.
+    """
+    counts = counts or {}
     parted = [*points[:1]]
     for before, point in itertools.pairwise(points):
-        if point[0] - before[0] > 1:
+        if point[0] - before[0] > 1 or counts.get(point[0]) != counts.get(before[0]):
             parted.append((math.nan,) * len(point))
         parted.append(point)
     return parted
