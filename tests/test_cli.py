@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,21 @@ def test_every_flag_of_evaluate_arrives(monkeypatch: pytest.MonkeyPatch, capsys:
     }
     # Only the first process of several writes and prints.
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.filterwarnings("default")
+def test_notes_are_a_clean_line_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from vision_rope import evaluate as evaluation
+
+    def note(target: str, **options: Any) -> tuple[list[Any], list[Path]]:
+        for _ in range(2):
+            warnings.warn_explicit("a.mp4: left out", UserWarning, cli.__file__, 1, registry=seen)
+        return [], []
+
+    seen: dict[Any, Any] = {}
+    monkeypatch.setattr(evaluation, "evaluate", note)
+    assert cli.main(["evaluate", "x"]) == 0
+    assert capsys.readouterr().err == "note: a.mp4: left out\n"
 
 
 def test_every_flag_of_probe_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -122,6 +122,8 @@ class TestSampling:
         assert ClipSampling(12, 1.0).choose(seconds, 0.9).tolist() == list(range(12))
         with pytest.raises(ValueError, match=r"it has 12 frames, but a clip takes 13, none twice"):
             ClipSampling(13, 100.0).choose(seconds)
+        with pytest.raises(ValueError, match=r"it has 1 frame, but a clip takes 2, none twice$"):
+            ClipSampling(2).choose(seconds[:1])
         with pytest.raises(ValueError, match="it has 0 frames"):
             ClipSampling(1).choose(seconds[:0])
 
@@ -276,6 +278,11 @@ class TestVideoFolders:
             for seed in range(6):
                 clip, _ = parts_source.read(index, torch.Generator().manual_seed(seed))
                 assert start <= clip.seconds[0] < clip.seconds[-1] < start + 0.4
+
+    def test_parts_outside_of_the_file_say_so(self, folder: Path) -> None:
+        (folder / "list.csv").write_text("path,split,start,end\ndog/h265_video.mp4,train,200,300\nkeys/test.webm,val,,")
+        with pytest.raises(BrokenVideoError, match=r"the window 200 to 300 s holds no frames: the video has them from"):
+            self.open(folder / "list.csv")[0]
 
     def test_a_file_stays_in_one_split_however_it_is_written(self, folder: Path) -> None:
         paths = ["dog/h265_video.mp4", "./dog/h265_video.mp4", "dog/../dog/h265_video.mp4"]
@@ -441,7 +448,8 @@ class TestBatches:
     def test_broken_clips_in_training(self) -> None:
         """The next readable one takes the place, on every rank alike; each fault is told once."""
         options = {"training": True, "batch_size": 4}
-        with pytest.raises(BrokenVideoError, match=r"clip [256]"):
+        message = r"clip [256]: no clip can be made of it: .*; video\.broken: skip leaves such videos out$"
+        with pytest.raises(BrokenVideoError, match=message):
             read(make(Numbered(8, (2, 5, 6)), **options))
         source = Numbered(8, (2, 5, 6), skip_broken=True)
         loader = make(source, **options)
@@ -464,6 +472,7 @@ class TestBatches:
         loader = make(source, batch_size=4)
         assert [indices.tolist() for *_, indices in read(loader)] == [[0, 1, 3], [8]]
         assert len(loader.told) == 6
+        assert not [line for line in loader.told if "video.broken" in line]
         ranks = [read(make(source, batch_size=4, rank=rank, world_size=2)) for rank in (0, 1)]
         assert sorted(i for batches in ranks for *_, indices in batches for i in indices.tolist()) == [0, 1, 3, 8]
 

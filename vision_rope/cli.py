@@ -7,7 +7,10 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 # The rooms behind the commands load torch and timm, which takes seconds; they are imported where they are used, so
@@ -75,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _study(words[1:])
         parsed = _build_parser().parse_args(words or ["--help"])
         parsed.words = words
-        status = int(parsed.run(parsed))
+        with _notes_on_stderr():
+            status = int(parsed.run(parsed))
         # Here, where a closed pipe is answered, and not at Python's end.
         sys.stdout.flush()
         return status
@@ -91,6 +95,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("vision-rope: interrupted", file=sys.stderr)
         return 130
+
+
+@contextmanager
+def _notes_on_stderr() -> Iterator[None]:
+    """Show the warnings of this package as a line each, without the place in its code."""
+    show = warnings.showwarning
+
+    def note(message: Warning | str, category: type[Warning], filename: str, *place: Any, **more: Any) -> None:
+        if not Path(filename).is_relative_to(Path(__file__).parent):
+            show(message, category, filename, *place, **more)
+            return
+        from tqdm import tqdm
+
+        # Beside a progress bar, which a plain line would cut.
+        tqdm.write(f"note: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = note
+        yield
 
 
 def _build_parser() -> Parser:
@@ -313,7 +336,6 @@ def _evaluate(parsed: Any) -> int:
 
 
 def _probe(parsed: Any) -> int:
-    from pathlib import Path
 
     from vision_rope.probe import format_probe, probe, write_probe
 

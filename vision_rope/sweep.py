@@ -113,6 +113,7 @@ def sweep(
                 world_size=world_size,
                 with_indices=True,
             )
+            loader.remedy = "--skip-broken leaves such videos out, and --frames takes fewer frames of each"
             sized = _fit_to_size(model, point.size)
             meters = {method: Meter(judge, device, precision) for method in defined}
             silent = None if progress and rank == 0 else True

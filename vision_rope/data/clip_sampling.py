@@ -50,10 +50,7 @@ class ClipSampling:
         """
         count, total = self.num_frames, len(seconds)
         if total < count:
-            raise ValueError(
-                f"it has {total} frames, but a clip takes {count}, none twice; give a smaller video.num_frames, or "
-                "video.broken: skip, which leaves such videos out"
-            )
+            raise ValueError(f"it has {total} frame{'s' if total != 1 else ''}, but a clip takes {count}, none twice")
         steps = torch.arange(count)
         if self.fps is None:
             return steps + _place(position, total - count + 1)

@@ -27,6 +27,10 @@ class BrokenVideoError(BrokenFileError):
 
     complaint = "no clip can be made of it"
 
+    def with_remedy(self, remedy: str) -> BrokenVideoError:
+        """The same error, which ends with what can be done."""
+        return BrokenVideoError(self.path, f"{self.reason}; {remedy}")
+
 
 class FrameTimes(NamedTuple):
     """When the frames of a video are shown.

@@ -24,6 +24,7 @@ from vision_rope.data.batches import (
     nothing_left,
 )
 from vision_rope.data.clips import Clips, ClipSource
+from vision_rope.data.decode_video import BrokenVideoError
 from vision_rope.data.randomness import derive_seed, preserved_randomness, seed_generators
 from vision_rope.data.sources import ImageSource, IterableSource
 
@@ -59,6 +60,7 @@ class DeviceLoader:
     Attributes:
         dataset: the data set.
         report: is told once of every file that was damaged or left out; at first it warns.
+        remedy: what the error of a clip that cannot be read ends with.
         num_images: images that an epoch gives this rank; like the length an estimate where a stream is evaluated.
     """
 
@@ -81,6 +83,7 @@ class DeviceLoader:
     ) -> None:
         self.dataset = dataset
         self.report: Callable[[str], None] = _warn
+        self.remedy = "video.broken: skip leaves such videos out"
         self._reports: dict[str, str] = {}
         self._is_alone = is_alone
         self.num_images = num_images
@@ -156,7 +159,7 @@ class DeviceLoader:
                 # Raised beside the iterator, an error would keep it alive in a cycle, whose collection waits five
                 # seconds for every worker.
                 del batches
-                raise batch
+                raise batch.with_remedy(self.remedy) if isinstance(batch, BrokenVideoError) else batch
             yield batch
 
     def _copy(self, batch: HostBatch) -> tuple[Any, ...]:

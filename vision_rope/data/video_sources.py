@@ -83,6 +83,12 @@ class VideoSource(ClipSource):
             if end is not None:
                 inside &= seconds < end
             places = inside.nonzero().flatten()
+            if len(places) == 0 < len(seconds):
+                window = f"from {start or 0:g} s on" if end is None else f"{start or 0:g} to {end:g} s"
+                raise ValueError(
+                    f"the window {window} holds no frames: the video has them from {seconds[0]:.3g} to "
+                    f"{seconds[-1]:.3g} s"
+                )
             return places[self.sampling.choose(seconds[places], position)]
 
         clip, damage = DECODERS[self.decoder](path, choose)
