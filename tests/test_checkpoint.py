@@ -248,6 +248,8 @@ def test_run_folder_round_trip(tmp_path, config):
         load_run(folder, weights="ema")
     with pytest.raises(ValueError, match="must be best, last or ema"):
         load_run(folder, weights="newest")
+    with pytest.raises(ValueError, match=r"ema; did you mean 'best'\?$"):
+        load_run(folder, weights="bets")
     with pytest.raises(ValueError, match="is not a run folder"):
         load_run(tmp_path)
 

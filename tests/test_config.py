@@ -101,6 +101,7 @@ def test_section_as_a_flag_is_explained():
         ("task", "mae", "task is 'mae', but it must be one of classification, masked"),
         ("masked.encoder", "some", "masked.encoder is 'some', but it must be one of all, visible"),
         ("masked.target", "hog", "masked.target is 'hog', but it must be one of pixels, patch-normalized"),
+        ("video.attention", "factorized", "it must be one of joint, factorised; did you mean 'factorised'?"),
         ("masked.block", "1.5", "masked.block is '1.5', but it must be a whole number"),
         ("run.compile", "perhaps", "run.compile is 'perhaps', but it must be true or false"),
         ("optimizer.clip_grad", "big", "optimizer.clip_grad is 'big', but it must be a number or none"),
@@ -265,7 +266,7 @@ def test_what_belongs_to_another_task_is_refused_with_the_reason():
     ):
         check_config(load_config(["--masked.ratio", "0.7"]))
     more = ["--task", "masked", "--masked.encoder", "visible"]
-    with pytest.raises(ValueError, match=r"effect with task masked, masked\.encoder visible; leave it out"):
+    with pytest.raises(ValueError, match=r"with task masked, masked\.encoder visible; set loss\.label_smoothing to 0"):
         check_config(load_config([*more, "--loss.label_smoothing", "0.1"]))
     with pytest.raises(ValueError, match=r"masked\.decoder_dim is 8, .*effect with task masked, masked\.encoder all"):
         check_config(load_config(["--task", "masked", "--masked.decoder_dim", "8"]))

@@ -419,3 +419,11 @@ def test_a_run_on_clips_from_the_command_line(tmp_path: Path, capsys: pytest.Cap
     assert shorter == {("8", "2.0")}
     assert all(0 < float(row["nll"]) < 5 for row in rows)
     assert (tmp_path / "run" / "evaluation" / "evaluation.png").stat().st_size > 0
+
+    for more, message in (
+        (["--data", "folder:x"], "the run looks at clips, but folder:x gives images; choose videos:, frames:, motion:"),
+        (["--data", f"{tmp_path}/clips"], f"; did you mean videos:{tmp_path}/clips?"),
+        (["--frames", "32"], "none twice; --skip-broken leaves such videos out, and --frames takes fewer frames of"),
+    ):
+        assert cli.main([*words, *more]) == 2
+        assert message in capsys.readouterr().err

@@ -714,7 +714,7 @@ def test_a_distilled_model_of_two_classifiers_starts_from_a_masked_one(tmp_path)
         ("--data.train_sizes 16,big", r"size is 'big'"),
         ("--model.options.patch_drop_rate 0.3", r"drops patches by itself"),
         ("--masked.encoder visible --masked.decoder_dim 18", r"the decoder of dim 18 and 2 heads cannot be built"),
-        ("--loss.label_smoothing 0.1", r"would have no effect with task masked"),
+        ("--loss.label_smoothing 0.1", r"would have no effect with task masked, .*; set loss\.label_smoothing to 0$"),
         ("--task classification", r"num_classes is 1, but classification tells at least 2 classes apart"),
     ],
 )

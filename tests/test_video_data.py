@@ -315,12 +315,24 @@ class TestVideoFolders:
         with pytest.raises(ValueError, match=message):
             self.open(tmp_path / "list.csv")
 
-    def test_missing_files_are_left_out_or_named(self, folder: Path) -> None:
+    @pytest.mark.parametrize("skip_broken", [False, True])
+    def test_a_list_of_missing_files_is_refused(self, folder: Path, skip_broken: bool) -> None:
+        rows = ["path,split", "dog/h265_video.mp4,train", "dog/gone.mp4,val", "gone.mp4,train", "keys/test.webm,val"]
+        (folder / "list.csv").write_text("\n".join(rows))
+        message = r"list\.csv, line 3: there is no file .*dog/gone\.mp4; 2 of its 4 rows name files that are missing"
+        for split in ("train", "validation"):
+            with pytest.raises(ValueError, match=message):
+                self.open(folder / "list.csv", split, skip_broken=skip_broken)
+
+    def test_files_that_go_later_are_left_out_or_named(self, folder: Path) -> None:
         rows = ["path,split", "dog/gone.mp4,train", "dog/h265_video.mp4,train", "dog/h265_video.mp4,val"]
         (folder / "list.csv").write_text("\n".join(rows))
+        (folder / "dog" / "gone.mp4").touch()
+        sources = [self.open(folder / "list.csv", skip_broken=skip) for skip in (False, True)]
+        (folder / "dog" / "gone.mp4").unlink()
         with pytest.raises(BrokenVideoError, match=r"gone\.mp4: no clip can be made of it: there is no such file"):
-            read(make(self.open(folder / "list.csv"), batch_size=2))
-        loader = make(self.open(folder / "list.csv", skip_broken=True), batch_size=2)
+            read(make(sources[0], batch_size=2))
+        loader = make(sources[1], batch_size=2)
         assert [indices.tolist() for *_, indices in read(loader)] == [[1]]
         assert len(loader.told) == 1
         assert "gone.mp4: left out" in loader.told[0]
@@ -337,6 +349,16 @@ class TestVideoFolders:
         slower = source.sampled(2, 1.0)
         assert slower[0][0].seconds.diff().item() == pytest.approx(1.0, abs=0.02)
         assert central.diff().item() == pytest.approx(0.1, abs=0.02)
+
+    def test_a_split_that_is_not_there_is_named(self, folder: Path) -> None:
+        (folder / "list.csv").write_text("path,split\ndog/h265_video.mp4,train\nkeys/test.webm,val")
+        both = folder.parent / f"{folder.name}-splits"
+        both.mkdir()
+        for name in ("train", "val"):
+            (both / name).symlink_to(folder)
+        for source in (folder / "list.csv", both):
+            with pytest.raises(ValueError, match=r"there is no split test in .*; it has train and val$"):
+                self.open(source, "validation", val_split="test")
 
     def test_sources_and_options_that_do_not_go_together(self, folder: Path) -> None:
         with pytest.raises(ValueError, match="gives clips, which need sampling"):

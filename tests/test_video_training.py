@@ -74,6 +74,10 @@ def configure(clips: Path, tmp_path: Path):
         (["--video.fps", "-2"], r"video.fps is -2.0"),
         (["--video.fps", ".inf"], "video.fps is inf"),
         (["--video.positions_per_second", "0"], "video.positions_per_second is 0.0"),
+        (["--data.source", str(Path(__file__).parent)], r"needs clips; choose .*; did you mean videos:.*tests\?"),
+        (["--data.source", "video:x/y"], r"needs clips; choose .*; did you mean videos:x/y\?"),
+        (["--data.source", "frame:x"], r"needs clips; choose .*; did you mean frames:x\?"),
+        (["--data.source", "folder:tests"], r"leave video\.num_frames out$"),
         (["--data.source", "elpv"], "data.source is elpv, but it gives images, and video.num_frames = 4 needs clips"),
         (["--model.attention", "linear"], "model.attention is linear, but it is not there for clips"),
         (["--video.decoder", "torchcodec"], "video.decoder is torchcodec, but it would have no effect"),
@@ -233,7 +237,8 @@ def test_real_videos_from_a_list(shared_data: Path, tmp_path: Path, capsys: pyte
     """Parts of two films told apart, from the command line; what cannot be read is left out and told in the log."""
     pytest.importorskip("av", reason="videos need the package av")
     videos = shared_data / "videos_nomask"
-    rows = ["path,label,split,start,end", f"{tmp_path}/gone.mp4,bikes,train,,", f"{videos}/video_0.mov,bikes,train,,"]
+    (tmp_path / "empty.mp4").touch()
+    rows = ["path,label,split,start,end", f"{tmp_path}/empty.mp4,bikes,train,,", f"{videos}/video_0.mov,bikes,train,,"]
     for place in range(5):
         split = "validation" if place == 4 else "train"
         rows += [f"{videos}/{name},{name},{split},{place / 2},{place / 2 + 1}" for name in ("bikes.mp4", "test.webm")]
@@ -248,7 +253,7 @@ def test_real_videos_from_a_list(shared_data: Path, tmp_path: Path, capsys: pyte
     ]
     assert main(words) == 0, capsys.readouterr().err
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert log.count("gone.mp4: left out") == 1
+    assert log.count("empty.mp4: left out") == 1
     assert log.count("video_0.mov: left out, since no clip can be made of it: it has 3 frames") == 1
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [np.isfinite(row["train_loss"]) for row in rows] == [True, True]

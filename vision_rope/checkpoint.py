@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_rope.config import TrainConfig, load_yaml
+from vision_rope.suggestion import did_you_mean
 from vision_rope.weight_metadata import adopt_pairing, describe_position, warn_of_another_kind
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -273,7 +274,7 @@ def load_run(folder: str | Path, *, weights: str = "best", device: str | torch.d
         raise ValueError(f"{folder} is not a run folder: it holds no config.yaml")
     files = {"best": "best.safetensors", "last": "model.safetensors", "ema": "ema.safetensors"}
     if weights not in files:
-        raise ValueError(f"weights is {weights!r}, but it must be best, last or ema")
+        raise ValueError(f"weights is {weights!r}, but it must be best, last or ema{did_you_mean(weights, files)}")
     parent = folder if weights == "best" else find_last(folder)
     if parent is None or not (parent / files[weights]).is_file():
         reason = "averaging was off (ema_decay: none)" if weights == "ema" and parent else "no epoch was finished"

@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from vision_rope.suggestion import did_you_mean
 
 Config = TypeVar("Config")
 
@@ -91,7 +93,9 @@ def build(kind: type[Config], values: dict[str, Any]) -> Config:
             raise ValueError(f"the configuration cannot be read: {error}") from None
         key = match[1]
         value = dict(flatten(kind, values))[key]
-        raise ValueError(f"{key} is {value!r}, but it must be {_describe(known[key])}") from None
+        choices = get_args(known[key]) if get_origin(known[key]) is Literal else ()
+        hint = did_you_mean(str(value), choices)
+        raise ValueError(f"{key} is {value!r}, but it must be {_describe(known[key])}{hint}") from None
     return kind(**{item.name: parsed[item.name] for item in fields(kind)})  # type: ignore[arg-type]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from pathlib import Path
+from typing import Any
 
 from vision_rope import flags
 from vision_rope.config import CLIP_SOURCES, TrainConfig
@@ -97,6 +100,22 @@ def check_config(config: TrainConfig) -> None:
             raise ValueError(f"{key} is {flags.get(config, key)}, but it {rule}")
 
 
+def suggest_clips(source: str) -> str:
+    """End of a message about a data source that gives no clips: the source that may have been meant, or nothing."""
+    prefix, colon, path = source.partition(":")
+    if not colon:
+        return f"; did you mean videos:{source}?" if Path(source).expanduser().exists() else ""
+    near = difflib.get_close_matches(prefix, CLIP_SOURCES, n=1, cutoff=0.75)
+    return f"; did you mean {near[0]}:{path}?" if near else ""
+
+
+def _word(value: Any) -> str:
+    """A value as configurations have it."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _video_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
     """Rules of clips; without them the section video would have no effect."""
     video, fresh = config.video, TrainConfig()
@@ -133,7 +152,7 @@ def _video_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
             "data.source",
             gives_clips,
             f"gives images, and video.num_frames = {video.num_frames} needs clips; choose {clip_sources} or leave "
-            "video.num_frames out",
+            f"video.num_frames out{suggest_clips(config.data.source)}",
         ),
         (
             "video.decoder",
@@ -207,7 +226,11 @@ def _task_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
         rules += _motion_rules(config)
     about = f"task {config.task}" + (f", masked.encoder {masked.encoder}" if config.task == "masked" else "")
     rules += [
-        (key, flags.get(config, key) == flags.get(fresh, key), f"would have no effect with {about}; leave it out")
+        (
+            key,
+            flags.get(config, key) == flags.get(fresh, key),
+            f"would have no effect with {about}; set {key} to {_word(flags.get(fresh, key))}",
+        )
         for key in without_effect
     ]
     return rules

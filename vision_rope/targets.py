@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from vision_rope.checkpoint import load_run, load_strictly, load_weights
-from vision_rope.config import DataConfig, TrainConfig
+from vision_rope.config import CLIP_SOURCES, DataConfig, TrainConfig
 from vision_rope.data import ClipSampling, open_dataset, take_evenly
 from vision_rope.data.motion import list_speeds
 from vision_rope.results import UNTRAINED
+from vision_rope.rules import suggest_clips
 from vision_rope.sizes import largest_size
 from vision_rope.tasks import Classification, Playback, Task, create_task
 from vision_rope.weight_metadata import adopt_pairing, warn_of_another_kind
@@ -77,6 +78,7 @@ def open_run(
     """
     run = load_run(folder, weights=weights, device=device)
     own, settings = run.config.data, run.config.evaluation
+    _check_kind(run.config, data.source)
     data = replace(data, interpolation=own.interpolation, mean=own.mean, std=own.std)
     made = replace(run.config, video=replace(run.config.video, broken="skip")) if skip_broken else run.config
     dataset = take_evenly(open_split(data, "validation", made), max_images or settings.max_images)
@@ -244,6 +246,16 @@ def open_split(data: DataConfig, split: Literal["train", "validation"], made: Tr
         decoder=video.decoder,
         motion=made.motion,
     )
+
+
+def _check_kind(config: TrainConfig, source: str) -> None:
+    """Refuse images for a run on clips, and clips for a run on images."""
+    gives_clips = source.partition(":")[0] in CLIP_SOURCES
+    if config.video.num_frames is not None and not gives_clips:
+        names = ", ".join(f"{name}:" for name in CLIP_SOURCES)
+        raise ValueError(f"the run looks at clips, but {source} gives images; choose {names}{suggest_clips(source)}")
+    if config.video.num_frames is None and gives_clips:
+        raise ValueError(f"the run looks at images, but {source} gives clips; give a source of images")
 
 
 def _check_classes(own: Sequence[str], found: Sequence[str], name: str) -> None:

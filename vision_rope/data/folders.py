@@ -47,6 +47,9 @@ def choose_items(
     if not folder.is_dir():
         raise ValueError(f"data source {source}: there is no folder {folder}")
     val_names = VALIDATION_FOLDERS if val_split == "validation" else (val_split,)
+    splits = [name for name in (train_split, *VALIDATION_FOLDERS) if (folder / name).is_dir()]
+    if splits and val_split != "validation" and not (folder / val_split).is_dir():
+        raise ValueError(f"there is no split {val_split} in {folder}; it has {' and '.join(splits)}")
     val_folder = next((folder / entry for entry in val_names if (folder / entry).is_dir()), None)
     train_folder = folder / train_split
     if train_folder.is_dir() and val_folder is not None:

@@ -30,6 +30,8 @@ def read_list(
     if "split" in rows[0][1]:
         val_names = VALIDATION_FOLDERS if val_split == "validation" else (val_split,)
         found = [row["split"] for _, row in rows]
+        if val_split != "validation" and val_split not in found:
+            raise ValueError(f"there is no split {val_split} in {file}; it has {' and '.join(dict.fromkeys(found))}")
         for (line, _), value in zip(rows, found, strict=True):
             if value not in (train_split, *val_names):
                 raise ValueError(
@@ -52,7 +54,18 @@ def read_list(
         held = hold_out(keys, list(strata.values()), split, val_fraction, split_seed, what="videos")
         picked = {keys[place] for place in held}
         chosen = [place for place, path in enumerate(paths) if path in picked]
+    _check_files(file, [(line, segment.path) for (line, _), segment in zip(rows, segments, strict=True)])
     return names, [(segments[place], classes[rows[place][1]["label"]]) for place in chosen]
+
+
+def _check_files(file: Path, rows: Sequence[tuple[int, str]]) -> None:
+    """Refuse a list of which files are missing: a faulty path is a fault of the list and not of a video."""
+    there = {path: Path(path).is_file() for path in dict.fromkeys(path for _, path in rows)}
+    missing = [(line, path) for line, path in rows if not there[path]]
+    if missing:
+        line, path = missing[0]
+        others = f"; {len(missing)} of its {len(rows)} rows name files that are missing" if len(missing) > 1 else ""
+        raise ValueError(f"{file}, line {line}: there is no file {path}{others}; mend these rows or take them out")
 
 
 def _read_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
