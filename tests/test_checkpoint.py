@@ -244,6 +244,10 @@ def test_run_folder_round_trip(tmp_path, config):
         assert run.config == config
         assert not run.model.training
         torch.testing.assert_close(run.model(images), model.eval()(images), rtol=0, atol=0)
+    assert (
+        repr(run)
+        == f"LoadedRun(model={config.model.name} with {config.model.position}, task=classification, 3 classes)"
+    )
     with pytest.raises(ValueError, match=r"holds no ema weights: averaging was off"):
         load_run(folder, weights="ema")
     with pytest.raises(ValueError, match="must be best, last or ema"):

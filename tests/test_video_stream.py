@@ -48,6 +48,11 @@ def stream(model: Any, x: Tensor, seconds: Any = None, **options: Any) -> tuple[
     return states, tokens
 
 
+def test_a_state_is_shown_without_its_tensors() -> None:
+    states, _ = stream(build(), clips(1), max_steps=3)
+    assert repr(states[1]) == "StreamState(steps=1, shape=(2, 2, 3), length=4, max_steps=3)"
+
+
 def whole(model: Any, x: Tensor, seconds: Any = None) -> Tensor:
     with torch.no_grad():
         return model.forward_features(x, seconds)

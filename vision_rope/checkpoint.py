@@ -30,13 +30,18 @@ WRAPPER_PREFIXES = ("_orig_mod.", "module.")
 MASK_TOKEN = "mask_token"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadedRun:
     """A trained model in evaluation mode, the configuration that made it and the names of its classes."""
 
     model: nn.Module
     config: TrainConfig
     classes: list[str]
+
+    def __repr__(self) -> str:
+        # Without the layers of the model and all keys, which fill pages.
+        name = f"{self.config.model.name} with {self.config.model.position}"
+        return f"LoadedRun(model={name}, task={self.config.task}, {len(self.classes)} classes)"
 
 
 def build_model(config: TrainConfig, num_classes: int, *, pretrained: bool | None = None) -> nn.Module:
@@ -265,6 +270,8 @@ def inflate_weights(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Ten
 
 def load_run(folder: str | Path, *, weights: str = "best", device: str | torch.device = "cpu") -> LoadedRun:
     """Load the model of a run folder: weights best (averaged ones where averaging is on), last or ema.
+
+    Returns `model` in evaluation mode, the `config` that made it, and `classes`, their names in order.
 
     Raises:
         ValueError: where the folder holds no run, those weights are missing or do not fit.

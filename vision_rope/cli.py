@@ -154,7 +154,9 @@ def _add_evaluate(commands: Any) -> None:
     add = parser.add_argument
     add("target", metavar="RUN_OR_TIMM_NAME", help="folder of a run, or a name such as vit_small_patch16_rope_224")
     add(
-        "--data", help="elpv, folder:PATH, images:PATH (masked runs), videos:PATH (clips), timm's names [the run's own]"
+        "--data",
+        help="elpv, folder:PATH, images:PATH (masked runs), timm's names; of runs on clips videos:PATH, frames:PATH, "
+        "motion:SOURCE [the run's own]",
     )
     add("--root", help="folder that timm dataset names are looked up in")
     add("--split", help="name of the split [the validation split]")

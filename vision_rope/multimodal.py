@@ -31,7 +31,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Image:
-    """An image of h x w tokens, counted as the sequence has them: after a merger."""
+    """Numbers of tokens, not a picture: an image of h x w tokens, as the sequence has them after a merger."""
 
     h: int
     w: int
@@ -43,7 +43,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Video:
-    """A video of t steps of h x w tokens, counted as the sequence has them: after a merger.
+    """Numbers of tokens, not a film: a video of t steps of h x w tokens, as the sequence has them after a merger.
 
     Attributes:
         seconds_per_step: time from one step to the next; a step often holds two frames: 2 / fps.

@@ -105,6 +105,11 @@ def create_model(
 
     Raises: ValueError for an unknown model name, a family that is not supported, or a wrong encoding or option.
     """
+    if of_videos := [option for option in ("num_frames", "tubelet") if option in timm_options]:
+        raise ValueError(
+            f"{of_videos[0]} is {timm_options[of_videos[0]]}, but create_model makes models of images; for videos: "
+            "video_vit"
+        )
     model = create_timm_model(name, position, position_options or {}, pretrained=pretrained, **timm_options)
     return add_position(
         model,
@@ -199,8 +204,8 @@ def set_extension(model: Model, method: str, train_size: Sequence[int] | None = 
         model: a model with a position encoding of this package; one that holds such models, as a MaskedModel does.
         method: a name of `vision_rope.extension.EXTENSIONS`: none, interpolate, ntk, dynamic-ntk, ntk-by-parts, yarn,
             llama3, base, pitch.
-        train_size: grid (rows, columns) of patches, not pixels, in training; the grid the model was built with when not
-            given.
+        train_size: grid (rows, columns) of patches, not pixels, in training, of video models (steps, rows, columns);
+            the grid the model was built with when not given.
         knobs: options of the method, for instance beta_fast of yarn.
 
     Raises: ValueError where the method means nothing for the model's encoding, with the reason.

@@ -26,7 +26,7 @@ from vision_rope.video.tubelets import place_steps
 Kept = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class StreamState:
     """What a stream has seen so far.
 
@@ -49,6 +49,11 @@ class StreamState:
     first: Tensor | None = None
     last: Tensor | None = None
     layers: tuple[tuple[Kept, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        # Without the tensors, which fill pages.
+        facts = ("steps", "shape", "length", "max_steps")
+        return f"StreamState({', '.join(f'{name}={getattr(self, name)}' for name in facts)})"
 
 
 @dataclass(eq=False)

@@ -83,7 +83,9 @@ def check_clips(clips: Tensor, embed: Any) -> None:
     if clips.ndim != 5 or clips.shape[1] != channels:
         hint = (
             f"; an image is a still clip: images[:, :, None].repeat(1, 1, {frames}, 1, 1)"
-            if clips.ndim == 4
+            if clips.ndim == 4 and clips.shape[1] == channels
+            else "; one clip needs a batch: clip[None]"
+            if clips.ndim == 4 and clips.shape[0] == channels
             else "; channels come before frames: give clips.transpose(1, 2)"
             if clips.ndim == 5 and clips.shape[2] == channels
             else ""
@@ -94,7 +96,7 @@ def check_clips(clips: Tensor, embed: Any) -> None:
         )
     count = clips.shape[2]
     if count < frames:
-        what = "no frames" if count == 0 else f"{count} frames, fewer than one tubelet"
+        what = "no frames" if count == 0 else f"{count} frame{'s' if count > 1 else ''}, fewer than one tubelet"
         raise ValueError(f"clips have {what}; give at least {frames} frames, those of a tubelet")
     if count % frames:
         below = count // frames * frames

@@ -69,7 +69,8 @@ def video_vit(
     A timm model is changed in place and returned; its weights and state-dict keys stay, those of its patches inflated:
     a still image, repeated to fill the tubelet, gives what the image model with the same encoding gives (not with
     "sinusoidal", which shares its channels out over three axes). Weights of an image model load by `load_state_dict` as
-    they are.
+    they are. Those of timm's models hold an absolute embedding `pos_embed` too, which position "learned" and
+    keep_absolute alone take: with another encoding leave that key out, or let `pretrained` load timm's weights.
 
     Args:
         model_or_name: a timm model of its VisionTransformer, VisionTransformerDistilled or Eva class, or the name of
