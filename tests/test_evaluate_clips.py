@@ -24,6 +24,7 @@ from vision_rope.config import DataConfig, EvaluationConfig, ModelConfig, TrainC
 from vision_rope.data import eval_transform
 from vision_rope.data.clip_sampling import ClipSampling
 from vision_rope.data.clips import Clip, ClipSource
+from vision_rope.data.decode_video import BrokenVideoError
 from vision_rope.evaluate import evaluate
 from vision_rope.points import Point, check_frames, format_point, parse_fps, parse_frames
 from vision_rope.results import format_table, write_results
@@ -223,6 +224,26 @@ def test_rows_say_how_many_clips_were_shorter_longer_and_left_out() -> None:
     counts = sweep.ClipCounts(total=5, num_frames=4, fps=None)
     counts.add(torch.tensor([[0.0, 9.0]]))
     assert counts.complete({"images": 3}) == {"clips": 3, "clips_left_out": 2, "clips_shorter": 0, "clips_longer": 0}
+
+
+def test_files_left_out_are_told_once_in_the_whole_sweep() -> None:
+    class Skipping(Videos):
+        skip_broken = True
+
+        def read(self, index: int, generator: torch.Generator | None = None) -> tuple[Clip, int]:
+            try:
+                return super().read(index, generator)
+            except ValueError as error:
+                raise BrokenVideoError(self.path(index), str(error)) from error
+
+        def sampled(self, num_frames: int, fps: float | None) -> Videos:
+            return Skipping(num_frames, fps)
+
+    told: list[str] = []
+    rows = swept(tiny_model(), Skipping(), frames=[14, 16], fps=[10.0, 5.0], report=told.append)
+    assert [row["clips_left_out"] for row in rows] == [1] * 4
+    assert len(told) == 1
+    assert told[0].endswith("no clip can be made of it: it has 12 frames, but a clip takes 14, none twice")
 
 
 def test_counts_of_clips_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

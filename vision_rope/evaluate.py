@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ def evaluate(
     seed: int | None = None,
     output: str | Path | None = None,
     progress: bool = True,
+    report: Callable[[str], None] | None = None,
 ) -> tuple[list[Row], list[Path]]:
     """Sweep a run folder or a timm model over sizes and extension methods; write tables and a figure.
 
@@ -76,6 +77,7 @@ def evaluate(
         precision: auto, fp32 or bf16.
         seed: seed of a timm model's first weights where it gets no others.
         output: folder for the results; RUN/evaluation or evaluation-NAME by default.
+        report: is told once of every clip that is damaged or left out; warnings by default.
 
     Returns the rows of `sweep` and the files written (under torchrun only by the first process).
 
@@ -180,6 +182,7 @@ def evaluate(
             about=found.about,
             progress=progress,
             watch=draw,
+            report=report,
         )
         if not process.is_main:
             return rows, []

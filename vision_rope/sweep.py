@@ -56,6 +56,7 @@ def sweep(
     about: Mapping[str, str | int] | None = None,
     progress: bool = True,
     watch: Callable[[Point, Mapping[str, Meter]], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> list[Row]:
     """One row a point and method: metrics, speed, memory, crop policy, seed; or the reason why there are none.
 
@@ -67,7 +68,8 @@ def sweep(
     Units: sizes, train_size and patch_size in pixels, (rows, columns). `per_class` of a row holds the
     accuracy by class name, None where the class has no image or the task no classes. `task` is classification
     where none is given. `about` is put in front of every row (model, weights, position). `watch` is called after
-    each point with its meters by method.
+    each point with its meters by method; `report` is told once of every file that is damaged or left out, of which
+    there are warnings otherwise.
 
     Clips: patch_size is (frames, rows, columns); frames and fps (frames a second) are those of training where none are
     given; a train_fps of None is every frame of a video; `dataset.sampled(num_frames, fps)` gives a point's clips.
@@ -89,6 +91,7 @@ def sweep(
         judge.check_size(point.lengths)
     training = model.training
     rows = []
+    reported: set[str] = set()
     try:
         model.eval()
         reasons = {method: _reason_against(model, method, grid) for method in methods}
@@ -113,6 +116,7 @@ def sweep(
                 world_size=world_size,
                 with_indices=True,
             )
+            loader.report, loader.reported = report or loader.report, reported
             loader.remedy = "--skip-broken leaves such videos out, and --frames takes fewer frames of each"
             sized = _fit_to_size(model, point.size)
             meters = {method: Meter(judge, device, precision) for method in defined}

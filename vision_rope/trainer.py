@@ -273,6 +273,7 @@ class Trainer:
             device=run.device,
             precision=run.precision,
             progress=run.progress,
+            report=self.folder.log,
         )
         self.folder.log(format_table(rows))
         figures = [path for path in files if path.suffix == ".png"]

@@ -60,6 +60,7 @@ class DeviceLoader:
     Attributes:
         dataset: the data set.
         report: is told once of every file that was damaged or left out; at first it warns.
+        reported: paths of which it was told; loaders of the same files may share them.
         remedy: what the error of a clip that cannot be read ends with.
         num_images: images that an epoch gives this rank; like the length an estimate where a stream is evaluated.
     """
@@ -83,6 +84,7 @@ class DeviceLoader:
     ) -> None:
         self.dataset = dataset
         self.report: Callable[[str], None] = _warn
+        self.reported: set[str] = set()
         self.remedy = "video.broken: skip leaves such videos out"
         self._reports: dict[str, str] = {}
         self._is_alone = is_alone
@@ -136,7 +138,9 @@ class DeviceLoader:
             for path, reason in batch.reports if isinstance(batch, HostBatch) else batch:
                 if path not in self._reports:
                     self._reports[path] = reason
-                    self.report(f"{path}: {reason}")
+                    if path not in self.reported:
+                        self.reported.add(path)
+                        self.report(f"{path}: {reason}")
             if isinstance(batch, HostBatch):
                 is_empty = False
                 yield batch
