@@ -269,8 +269,8 @@ class EvaluationConfig:
         max_images: judge by that many images, evenly spread over the validation part; none takes all. Masks are
             drawn by the place among them.
         sizes: sizes of the sweep after training: 64, 96x160, ...; empty skips the sweep.
-        frames: of clips: numbers of frames of the sweep; empty takes video.num_frames.
-        fps: of clips: frames a second of the sweep; empty takes video.fps.
+        frames: of clips: numbers of frames of the sweep, as in 8,16; empty takes video.num_frames.
+        fps: of clips: frames a second of the sweep, as in 2,4; empty takes video.fps.
         extend: context-extension methods of the sweep, with options as in yarn:beta_fast=16:beta_slow=2.
     """
 

@@ -22,6 +22,9 @@ def read_list(
     """Classes and rows of one split of a list with the columns path, and label, split, start and end where there are.
 
     Without a column `split` a part of every class is held out; the parts of one file stay together.
+
+    Raises:
+        ValueError: with the line where there is one, for a faulty list, a split that it lacks, and missing files.
     """
     rows = list(_read_rows(file))
     names = sorted({row["label"] for _, row in rows}, key=natural_key)
