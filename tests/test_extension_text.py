@@ -180,8 +180,9 @@ def test_a_probe_takes_options(tmp_path: Path) -> None:
 
 
 def test_a_probe_extends_its_backbone_with_options() -> None:
+    from vision_rope.config import VideoConfig
     from vision_rope.probe import _fit_to_size
 
     model = create()
-    _fit_to_size(model, (48, 64), (16, 16), BY_FIT)
+    _fit_to_size(model, (48, 64), (16, 16), BY_FIT, VideoConfig())
     assert model.extension == ("yarn", (2, 2), {"beta_fast": 16, "beta_slow": 2, "temperature": 0})
