@@ -94,4 +94,4 @@ def test_tables_of_studies_follow_from_their_csv(folder):
 
 
 def test_there_are_studies():
-    assert len(STUDIES) == 7
+    assert len(STUDIES) == 9
