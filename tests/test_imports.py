@@ -78,6 +78,7 @@ ORDER = [
     "study_elsewhere",
     "study",
     "benchmark",
+    "cli_parser",
     "cli",
 ]
 # Knows the home of every public name, and loads it when it is asked for.

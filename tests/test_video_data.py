@@ -52,6 +52,9 @@ class Numbered(ClipSource):
     def path(self, index: int) -> str:
         return f"clip {index}"
 
+    def sampled(self, num_frames: int, fps: float | None) -> ClipSource:
+        raise AssertionError("no test asks for other clips")
+
     def read(self, index: int, generator: torch.Generator | None = None) -> tuple[Clip, int]:
         if index in self.broken:
             raise BrokenVideoError(self.path(index), "it is number " + str(index))

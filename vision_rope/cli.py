@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from vision_rope.cli_parser import Parser
 
 # The rooms behind the commands load torch and timm, which takes seconds; they are imported where they are used, so
 # that --help and mistyped flags answer at once.
@@ -30,37 +30,6 @@ EXAMPLES = """examples:
 
 # Names of vision_rope.extension.EXTENSIONS, which --help may not import; a test compares them.
 METHODS = "none, interpolate, ntk, dynamic-ntk, ntk-by-parts, yarn, llama3, base, pitch"
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse that names the nearest valid flag or command and prints one sentence without the usage block."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse what is left over, with the nearest valid flag."""
-        parsed, unknown = self.parse_known_args(args, namespace)
-        for word in unknown:
-            raise ValueError(self._explain(word, parsed))
-        return parsed
-
-    def error(self, message: str) -> NoReturn:
-        """Hand argparse's complaint to `main`."""
-        if choice := re.match(r"argument (?:COMMAND|BENCHMARK): invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            nearest = difflib.get_close_matches(choice[1], re.findall(r"\w+", choice[2]), n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            message = f"unknown command {choice[1]}: the commands are {choice[2]}{hint}".replace("'", "")
-        raise ValueError(message)
-
-    def _explain(self, word: str, parsed: Any) -> str:
-        if not word.startswith("-"):
-            return f"{word!r} is one argument too many; lists are written with commas and no spaces: 64,96,192x256"
-        flag = word.split("=")[0]
-        known = [name for name in parsed.parser._option_string_actions if name.startswith("--")]
-        nearest = difflib.get_close_matches(flag, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        return f"unknown flag {flag}{hint} (vision-rope {parsed.command} --help lists all)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -259,7 +228,7 @@ def _add_benchmark(commands: Any) -> None:
         kind = kinds.add_parser(name, help=row.summary, description=f"Measure {row.summary}.")
         row.add_flags(kind)
         add = kind.add_argument
-        add("--rounds", type=int, default=15, help="rounds of each comparison [15]")
+        add("--rounds", type=int, help="rounds of each comparison [15; of clips 3]")
         add("--threads", type=int, default=1, help="threads of torch on a CPU [1]")
         add("--seed", type=int, default=0, help="seed of the order within rounds [0]")
         add("--out", help="folder for the results [runs/benchmark]")

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from vision_rope.checkpoint import MASK_TOKEN, inflate_weights, load_strictly, load_weights, plain_names
 from vision_rope.config import TrainConfig, from_yaml
 from vision_rope.relative_encodings import T5
 from vision_rope.sizes import pixel_size
+from vision_rope.video.tubelets import resample_times
 from vision_rope.weight_metadata import adopt_pairing, warn_of_another_kind
 
 
@@ -109,8 +109,7 @@ def _fit_times(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str,
     fitted = {}
     for name in ("pos_embed_time", "encoder.pos_embed_time"):
         if name in own and _differs(state, own, name) and state[name].shape[2:] == own[name].shape[2:]:
-            resampled = F.interpolate(state[name].float().transpose(1, 2), size=own[name].shape[1], mode="linear")
-            fitted[name] = resampled.transpose(1, 2).to(state[name].dtype)
+            fitted[name] = resample_times(state[name], own[name].shape[1])
     return {**state, **fitted}
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from vision_rope.suggestion import did_you_mean
 
+DEFAULT_ROUNDS = 15
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -45,8 +47,8 @@ def _prepare_rotate(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, 
 
 
 def _vit_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sections", help="what to compare, with commas [all]")
-    parser.add_argument("--sizes", default="224,448", help="square sizes in pixels [224,448]")
+    parser.add_argument("--sections", help="what to compare, with commas [all; of clips all but clip-training]")
+    parser.add_argument("--sizes", help="square sizes in pixels [224,448; of clips 224]")
     parser.add_argument("--frames", help="frames of a clip, for instance 16,64: a video ViT-S instead of an image one")
     parser.add_argument("--batch-size", type=int, help="images a batch [4], or clips [1]")
 
@@ -55,9 +57,11 @@ def _prepare_vit(parsed: argparse.Namespace, device: Any) -> tuple[dict[str, str
     from vision_rope.benchmark import video, vit
 
     room: Any = vit if parsed.frames is None else video
-    sections = choose("sections", parsed.sections, room.SECTIONS, tuple(room.SECTIONS))
+    sections = choose("sections", parsed.sections, room.SECTIONS, room.DEFAULT_SECTIONS)
+    if parsed.rounds is None and room is video:
+        parsed.rounds = video.DEFAULT_ROUNDS
     sizes = []
-    for text in parsed.sizes.split(","):
+    for text in (parsed.sizes or room.DEFAULT_SIZES).split(","):
         if not text.isdecimal() or int(text) < vit.PATCH or int(text) % vit.PATCH:
             raise ValueError(f"sizes has {text!r}; give multiples of {vit.PATCH} pixels, for instance 224,448")
         sizes.append(int(text))
@@ -127,7 +131,7 @@ def run_benchmark(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     from vision_rope.checkpoint import write_whole
     from vision_rope.parallel import choose_device
 
-    if parsed.rounds < 1:
+    if parsed.rounds is not None and parsed.rounds < 1:
         raise ValueError(f"rounds is {parsed.rounds}; it must be a positive number")
     if parsed.threads < 1:
         raise ValueError(f"threads is {parsed.threads}; it must be a positive number")
@@ -145,7 +149,7 @@ def run_benchmark(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         for build in cases:
             case = build()
             bar.set_postfix_str(f"{case.section} {case.label} {case.dtype}")
-            rows += measure_case(case, rounds=parsed.rounds, device=device, seed=parsed.seed)
+            rows += measure_case(case, rounds=parsed.rounds or DEFAULT_ROUNDS, device=device, seed=parsed.seed)
             # After every case, so that a kill loses none of those before.
             content = {"command": command, "machine": machine, "rows": rows}
             write_whole(paths["json"], (json.dumps(content, indent=1) + "\n").encode())

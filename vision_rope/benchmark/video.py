@@ -18,6 +18,8 @@ OURS = "vision_rope"
 FRAME_BY_FRAME = "timm plain, a frame a step"
 TUBELET = 2
 POSITION = "qwen3-vl"
+# A clip takes seconds a pass on a CPU, and its backward pass three times as long.
+DEFAULT_ROUNDS, DEFAULT_SIZES, DEFAULT_SECTIONS = 3, "224", ("clip", "step")
 SECTIONS = {
     "clip": "a clip, forward; the floor is timm's ViT-S on one frame of each step, without time",
     "clip-training": "the same, forward and backward",

@@ -26,7 +26,7 @@ SECTIONS = {
     "model": "a ViT-S, forward; the floor is timm's, without RoPE",
     "training": "the same, forward and backward",
 }
-SIZES = (224, 448)
+DEFAULT_SECTIONS, DEFAULT_SIZES = tuple(SECTIONS), "224,448"
 
 
 def vit_cases(

@@ -64,9 +64,9 @@ class ClipSource(ABC, Dataset[tuple[Clip, int]]):
     def path(self, index: int) -> str:
         """File or folder of a clip, or a name for it where there is none."""
 
+    @abstractmethod
     def sampled(self, num_frames: int, fps: float | None) -> ClipSource:
         """The same clips of another number of frames at another rate; none takes every frame."""
-        raise NotImplementedError(f"{type(self).__name__} samples its clips in one way alone")
 
     def damage(self, index: int) -> str | None:
         """What was found wrong with a clip when this process last read it, though it could be read; else None."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from vision_rope.config import MotionConfig
 from vision_rope.data.clip_sampling import ClipSampling
 from vision_rope.data.clips import ClipSource
-from vision_rope.data.folders import Split, choose_items, hold_out, list_files, list_images
+from vision_rope.data.folders import Part, Split, choose_items, hold_out, list_files, list_images
 from vision_rope.data.motion import MotionSource
 from vision_rope.data.sources import EvenPart, FileSource, ImageSource, IterableSource
 from vision_rope.data.timm_datasets import TIMM_PREFIXES, open_timm
@@ -100,29 +100,22 @@ def open_dataset(
         raise ValueError(f"root is {root!r}, but only timm's names are looked up in it; leave it out with {source}")
     if download:
         raise ValueError(f"download is on, but {source} is not downloaded; leave it off")
+    part = Part(split, train_split, val_split, val_fraction, split_seed)
     if name in CLIP_DATASETS:
         if sampling is None:
             raise ValueError(f"{source} gives clips, which need sampling: how many frames (video.num_frames)")
-        return CLIP_DATASETS[name](
-            path, split, train_split, val_split, val_fraction, split_seed, sampling, skip_broken, decoder
-        )
-    return DATASETS[name](path, split, train_split, val_split, val_fraction, split_seed)
+        return CLIP_DATASETS[name](path, part, sampling, skip_broken, decoder)
+    return DATASETS[name](path, part)
 
 
-def open_elpv(
-    path: str, split: Split, train_split: str, val_split: str, val_fraction: float, split_seed: int
-) -> ImageSource:
+def open_elpv(path: str, part: Part) -> ImageSource:
     """Open 2,624 photographs of solar cells; a cell counts as defective where its probability is at least 0.5.
 
     Source: Deitsch et al., arXiv 1807.02894; the experts' answers are the probabilities 0, 1/3, 2/3 and 1.
     """
     if path:
         raise ValueError(f"elpv takes no path, but got {path!r}; it is read from its package")
-    if (train_split, val_split) != ("train", "validation"):
-        raise ValueError(
-            f"train_split is {train_split!r} and val_split {val_split!r}, but elpv has no splits of its own; "
-            "leave both out, val_fraction and split_seed say what is held out"
-        )
+    part.refuse_names("elpv has no splits of its own")
     package = importlib.util.find_spec("elpv_dataset")
     if package is None or package.origin is None:
         raise ModuleNotFoundError(
@@ -133,7 +126,7 @@ def open_elpv(
     names = [row[0] for row in rows]
     labels = [int(float(row[1]) >= 0.5) for row in rows]
     strata = [f"{row[1]} {row[2]}" for row in rows]
-    chosen = hold_out(names, strata, split, val_fraction, split_seed)
+    chosen = hold_out(names, strata, part.split, part.val_fraction, part.split_seed)
     return FileSource(
         "elpv",
         ["functional", "defective"],
@@ -143,37 +136,27 @@ def open_elpv(
     )
 
 
-def open_folder(
-    path: str, split: Split, train_split: str, val_split: str, val_fraction: float, split_seed: int
-) -> ImageSource:
+def open_folder(path: str, part: Part) -> ImageSource:
     """Open PATH/train and PATH/validation (or val, valid, test) with a folder a class, or one folder of classes.
 
     Where there are no splits, a part of every class is held out.
     """
     name = f"folder:{path}"
-    classes, files = choose_items(
-        name, split, train_split, val_split, val_fraction, split_seed, list_images, what="images"
-    )
+    classes, files = choose_items(name, part, list_images, what="images")
     return FileSource(name, classes, [file for file, _ in files], [label for _, label in files])
 
 
-def open_images(
-    path: str, split: Split, train_split: str, val_split: str, val_fraction: float, split_seed: int
-) -> ImageSource:
+def open_images(path: str, part: Part) -> ImageSource:
     """Open all images below PATH, at any depth, without labels: for masked prediction; a part is held out."""
     if not path:
         raise ValueError("images needs a path: images:PATH")
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ValueError(f"data source images:{path}: there is no folder {folder}")
-    if (train_split, val_split) != ("train", "validation"):
-        raise ValueError(
-            f"train_split is {train_split!r} and val_split {val_split!r}, but images:PATH has no splits of its own; "
-            "leave both out, val_fraction and split_seed say what is held out"
-        )
+    part.refuse_names("images:PATH has no splits of its own")
     files = [file for file, _ in list_files(folder.parent, [folder.name])]
     keys = [Path(file).relative_to(folder).as_posix() for file in files]
-    chosen = hold_out(keys, [""] * len(keys), split, val_fraction, split_seed)
+    chosen = hold_out(keys, [""] * len(keys), part.split, part.val_fraction, part.split_seed)
     return FileSource(f"images:{path}", ["image"], [files[index] for index in chosen], [0] * len(chosen))
 
 
@@ -215,7 +198,7 @@ def take_evenly(dataset: Source, count: int | None) -> Source:
     return EvenClips(dataset, count) if isinstance(dataset, ClipSource) else EvenPart(dataset, count)
 
 
-DATASETS: dict[str, Callable[[str, Split, str, str, float, int], ImageSource]] = {
+DATASETS: dict[str, Callable[[str, Part], ImageSource]] = {
     "elpv": open_elpv,
     "folder": open_folder,
     "images": open_images,

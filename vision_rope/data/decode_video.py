@@ -5,7 +5,7 @@ PyAV decodes, which brings its own FFmpeg; it is imported when the first video i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -228,11 +228,7 @@ def _collect(file: VideoFile, wanted: list[int], start: int | None) -> Clip | No
                 break
     if missing:
         return None
-    frames = [pictures[time] for time in wanted]
-    if len({frame.shape for frame in frames}) > 1:
-        sizes = sorted({f"{frame.shape[1]}x{frame.shape[2]}" for frame in frames})
-        raise BrokenVideoError(file.path, f"its frames have different sizes (rows x columns): {', '.join(sizes)}")
-    return Clip(torch.stack(frames), to_seconds(file, wanted))
+    return Clip(stack_frames(file.path, [pictures[time] for time in wanted]), to_seconds(file, wanted))
 
 
 def pick_frames(file: VideoFile, times: list[int], choose: Choose) -> list[int]:
@@ -241,6 +237,18 @@ def pick_frames(file: VideoFile, times: list[int], choose: Choose) -> list[int]:
         return [times[place] for place in choose(to_seconds(file, times)).tolist()]
     except ValueError as error:
         raise BrokenVideoError(file.path, str(error)) from error
+
+
+def stack_frames(path: str, frames: Sequence[Tensor]) -> Tensor:
+    """Frames (3, height, width) as one tensor.
+
+    Raises:
+        BrokenVideoError: where they have different sizes.
+    """
+    if len({frame.shape for frame in frames}) > 1:
+        sizes = sorted({f"{frame.shape[1]}x{frame.shape[2]}" for frame in frames})
+        raise BrokenVideoError(path, f"its frames have different sizes (rows x columns): {', '.join(sizes)}")
+    return torch.stack(list(frames))
 
 
 def _to_rgb(frame: Any, reformatter: Any) -> Tensor:

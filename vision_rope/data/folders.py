@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,17 +22,36 @@ IMAGE_EXTENSIONS = (
 VALIDATION_FOLDERS = ("validation", "val", "valid", "test")
 
 
-def choose_items(
-    source: str,
-    split: Split,
-    train_split: str,
-    val_split: str,
-    val_fraction: float,
-    split_seed: int,
-    list_items: Callable[[Path], Listing],
-    *,
-    what: str,
-) -> Listing:
+@dataclass(frozen=True)
+class Part:
+    """Which part of a data set is wanted; the fields are arguments of `open_dataset`."""
+
+    split: Split
+    train_split: str = "train"
+    val_split: str = "validation"
+    val_fraction: float = 0.25
+    split_seed: int = 0
+
+    @property
+    def val_names(self) -> tuple[str, ...]:
+        """What the validation split may be called."""
+        return VALIDATION_FOLDERS if self.val_split == "validation" else (self.val_split,)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether somebody says what the source's own splits are called."""
+        return (self.train_split, self.val_split) != ("train", "validation")
+
+    def refuse_names(self, complaint: str) -> None:
+        """Raise ValueError where splits are named that the source does not have, as the complaint says."""
+        if self.is_named:
+            raise ValueError(
+                f"train_split is {self.train_split!r} and val_split {self.val_split!r}, but {complaint}; "
+                "leave both out, val_fraction and split_seed say what is held out"
+            )
+
+
+def choose_items(source: str, part: Part, list_items: Callable[[Path], Listing], *, what: str) -> Listing:
     """List the items of one split below the folder of a source KIND:PATH, by `list_items`.
 
     The splits are PATH/train and PATH/validation (or val, valid, test); where there are no such folders, a part of
@@ -46,29 +66,30 @@ def choose_items(
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ValueError(f"data source {source}: there is no folder {folder}")
-    val_names = VALIDATION_FOLDERS if val_split == "validation" else (val_split,)
-    splits = [name for name in (train_split, *VALIDATION_FOLDERS) if (folder / name).is_dir()]
-    if splits and val_split != "validation" and not (folder / val_split).is_dir():
-        raise ValueError(f"there is no split {val_split} in {folder}; it has {' and '.join(splits)}")
-    val_folder = next((folder / entry for entry in val_names if (folder / entry).is_dir()), None)
-    train_folder = folder / train_split
+    splits = [name for name in (part.train_split, *VALIDATION_FOLDERS) if (folder / name).is_dir()]
+    if splits and part.val_split != "validation" and not (folder / part.val_split).is_dir():
+        raise ValueError(f"there is no split {part.val_split} in {folder}; it has {' and '.join(splits)}")
+    val_folder = next((folder / entry for entry in part.val_names if (folder / entry).is_dir()), None)
+    train_folder = folder / part.train_split
     if train_folder.is_dir() and val_folder is not None:
-        chosen_folder, other_folder = (train_folder, val_folder) if split == "train" else (val_folder, train_folder)
-        classes, items = list_items(chosen_folder)
-        if classes != (others := list_items(other_folder)[0]):
+        folders = (train_folder, val_folder) if part.split == "train" else (val_folder, train_folder)
+        (classes, items), (others, _) = map(list_items, folders)
+        if classes != others:
             raise ValueError(
                 f"{train_folder} and {val_folder} must hold the same classes, "
                 f"but only one of them has {', '.join(sorted(set(classes) ^ set(others)))}"
             )
         return classes, items
-    if train_folder.is_dir() or val_folder is not None or (train_split, val_split) != ("train", "validation"):
+    if train_folder.is_dir() or val_folder is not None or part.is_named:
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10])
         raise ValueError(
-            f"{folder} must hold both splits, {train_split} and {' or '.join(val_names)}, or neither of them but a "
-            f"folder a class; it holds {', '.join(sorted(entry.name for entry in folder.iterdir())[:10]) or 'nothing'}"
+            f"{folder} must hold both splits, {part.train_split} and {' or '.join(part.val_names)}, or neither of them "
+            f"but a folder a class; it holds {found or 'nothing'}"
         )
     classes, items = list_items(folder)
     keys = [Path(item).relative_to(folder).as_posix() for item, _ in items]
-    chosen = hold_out(keys, [classes[label] for _, label in items], split, val_fraction, split_seed, what=what)
+    strata = [classes[label] for _, label in items]
+    chosen = hold_out(keys, strata, part.split, part.val_fraction, part.split_seed, what=what)
     return classes, [items[index] for index in chosen]
 
 

@@ -76,7 +76,7 @@ class EvenPart(ImageSource):
         self.classes = whole.classes
         self.licence = whole.licence
         self._whole = whole
-        self._places = [place * len(whole) // count for place in range(count)]
+        self._places = spread_evenly(count, len(whole))
         self.labels = None if whole.labels is None else [whole.labels[place] for place in self._places]
 
     def __len__(self) -> int:
@@ -87,6 +87,11 @@ class EvenPart(ImageSource):
 
     def path(self, index: int) -> str:
         return self._whole.path(self._places[index])
+
+
+def spread_evenly(count: int, total: int) -> list[int]:
+    """So many of the places 0 to total - 1, evenly spread."""
+    return [place * total // count for place in range(count)]
 
 
 class PillowSource(ImageSource):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vision_rope.data.clip_sampling import ClipSampling
 from vision_rope.data.clips import ClipSource
-from vision_rope.data.folders import Split, choose_items, list_classes, list_files, walk
+from vision_rope.data.folders import Part, choose_items, list_classes, list_files, walk
 from vision_rope.data.video_lists import NO_CLASS, read_list
 from vision_rope.data.video_sources import (
     NOMINAL_FPS,
@@ -28,17 +28,7 @@ VIDEO_EXTENSIONS = (
 RATE_FILE = "fps.txt"
 
 
-def open_videos(
-    path: str,
-    split: Split,
-    train_split: str,
-    val_split: str,
-    val_fraction: float,
-    split_seed: int,
-    sampling: ClipSampling,
-    skip_broken: bool,
-    decoder: str,
-) -> ClipSource:
+def open_videos(path: str, part: Part, sampling: ClipSampling, skip_broken: bool, decoder: str) -> ClipSource:
     """Open video files: PATH/train and PATH/validation with a folder a class, one folder of classes, or a .csv list.
 
     Videos directly in a folder have no labels: all are of one class. Where there are no splits, a part of every class
@@ -47,28 +37,16 @@ def open_videos(
     name = f"videos:{path}"
     check_decoder(decoder)
     if path.lower().endswith(".csv"):
-        classes, rows = read_list(Path(path).expanduser(), split, train_split, val_split, val_fraction, split_seed)
+        classes, rows = read_list(Path(path).expanduser(), part)
         return VideoSource(
             name, classes, [row for row, _ in rows], [label for _, label in rows], sampling, skip_broken, decoder
         )
-    classes, files = choose_items(
-        name, split, train_split, val_split, val_fraction, split_seed, list_videos, what="videos"
-    )
+    classes, files = choose_items(name, part, list_videos, what="videos")
     segments = [Segment(file) for file, _ in files]
     return VideoSource(name, classes, segments, [label for _, label in files], sampling, skip_broken, decoder)
 
 
-def open_frames(
-    path: str,
-    split: Split,
-    train_split: str,
-    val_split: str,
-    val_fraction: float,
-    split_seed: int,
-    sampling: ClipSampling,
-    skip_broken: bool,
-    decoder: str,
-) -> ClipSource:
+def open_frames(path: str, part: Part, sampling: ClipSampling, skip_broken: bool, decoder: str) -> ClipSource:
     """Open folders of frames: PATH/train/class/clip/0001.jpg and PATH/validation, or PATH/class/clip/0001.jpg.
 
     Folders of frames directly in PATH have no labels (DAVIS: frames:JPEGImages/480p). Frames follow each other at 30
@@ -77,9 +55,7 @@ def open_frames(
     name = f"frames:{path}"
     if decoder != "pyav":
         raise ValueError(f"decoder is {decoder!r}, but {name} has no video files; leave it out")
-    classes, folders = choose_items(
-        name, split, train_split, val_split, val_fraction, split_seed, list_frame_folders, what="folders of frames"
-    )
+    classes, folders = choose_items(name, part, list_frame_folders, what="folders of frames")
     return FrameFolderSource(
         name,
         classes,
@@ -91,8 +67,10 @@ def open_frames(
     )
 
 
-OpenClips = Callable[[str, Split, str, str, float, int, ClipSampling, bool, str], ClipSource]
-CLIP_DATASETS: dict[str, OpenClips] = {"videos": open_videos, "frames": open_frames}
+CLIP_DATASETS: dict[str, Callable[[str, Part, ClipSampling, bool, str], ClipSource]] = {
+    "videos": open_videos,
+    "frames": open_frames,
+}
 
 
 def list_videos(folder: Path) -> tuple[list[str], list[tuple[str, int]]]:

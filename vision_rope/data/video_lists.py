@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vision_rope.data.folders import VALIDATION_FOLDERS, Split, hold_out
+from vision_rope.data.folders import Part, hold_out
 from vision_rope.data.video_sources import Segment, natural_key
 
 # The class of clips without labels.
@@ -16,9 +16,7 @@ NO_CLASS = "clip"
 COLUMNS = ("path", "label", "split", "start", "end")
 
 
-def read_list(
-    file: Path, split: Split, train_split: str, val_split: str, val_fraction: float, split_seed: int
-) -> tuple[list[str], list[tuple[Segment, int]]]:
+def read_list(file: Path, part: Part) -> tuple[list[str], list[tuple[Segment, int]]]:
     """Classes and rows of one split of a list with the columns path, and label, split, start and end where there are.
 
     Without a column `split` a part of every class is held out; the parts of one file stay together.
@@ -31,30 +29,29 @@ def read_list(
     classes = {name: label for label, name in enumerate(names)}
     segments = [_segment(file, line, row) for line, row in rows]
     if "split" in rows[0][1]:
-        val_names = VALIDATION_FOLDERS if val_split == "validation" else (val_split,)
         found = [row["split"] for _, row in rows]
-        if val_split != "validation" and val_split not in found:
-            raise ValueError(f"there is no split {val_split} in {file}; it has {' and '.join(dict.fromkeys(found))}")
+        if part.val_split != "validation" and part.val_split not in found:
+            raise ValueError(
+                f"there is no split {part.val_split} in {file}; it has {' and '.join(dict.fromkeys(found))}"
+            )
         for (line, _), value in zip(rows, found, strict=True):
-            if value not in (train_split, *val_names):
+            if value not in (part.train_split, *part.val_names):
                 raise ValueError(
-                    f"{file}, line {line}: split is {value!r}, but it must be {train_split} or {' or '.join(val_names)}"
+                    f"{file}, line {line}: split is {value!r}, but it must be {part.train_split} or "
+                    f"{' or '.join(part.val_names)}"
                 )
-        own = train_split if split == "train" else next((name for name in val_names if name in found), val_names[0])
+        validation = next((name for name in part.val_names if name in found), part.val_names[0])
+        own = part.train_split if part.split == "train" else validation
         chosen = [place for place, value in enumerate(found) if value == own]
         if not chosen:
             raise ValueError(f"{file} has no row whose split is {own}; leave the column out to hold a part out")
     else:
-        if (train_split, val_split) != ("train", "validation"):
-            raise ValueError(
-                f"train_split is {train_split!r} and val_split {val_split!r}, but {file} has no column split; "
-                "leave both out, val_fraction and split_seed say what is held out"
-            )
+        part.refuse_names(f"{file} has no column split")
         # ./a.mp4 and a.mp4 are one file.
         paths = [os.path.normpath(row["path"]) for _, row in rows]
         strata = {path: row["label"] for path, (_, row) in zip(reversed(paths), reversed(rows), strict=True)}
         keys = list(strata)
-        held = hold_out(keys, list(strata.values()), split, val_fraction, split_seed, what="videos")
+        held = hold_out(keys, list(strata.values()), part.split, part.val_fraction, part.split_seed, what="videos")
         picked = {keys[place] for place in held}
         chosen = [place for place, path in enumerate(paths) if path in picked]
     _check_files(file, [(line, segment.path) for (line, _), segment in zip(rows, segments, strict=True)])

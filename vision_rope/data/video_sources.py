@@ -14,8 +14,9 @@ from vision_rope.data.clip_sampling import ClipSampling
 from vision_rope.data.clips import Clip, ClipSource
 from vision_rope.data.decode import BrokenFileError, decode_image
 from vision_rope.data.decode_torchcodec import decode_by_nvdec, decode_by_torchcodec, load_torchcodec
-from vision_rope.data.decode_video import BrokenVideoError, Choose, decode_frames, load_pyav
+from vision_rope.data.decode_video import BrokenVideoError, Choose, decode_frames, load_pyav, stack_frames
 from vision_rope.data.folders import IMAGE_EXTENSIONS
+from vision_rope.data.sources import spread_evenly
 
 # Frames a second of a folder of frames, which says nothing of its rate.
 NOMINAL_FPS = 30.0
@@ -158,11 +159,7 @@ class FrameFolderSource(ClipSource):
         except OSError as error:
             # A link to nothing, a folder with a picture's name, a file that may not be read.
             raise BrokenVideoError(self.path(index), f"{error.filename} cannot be read: {error.strerror}") from error
-        if len({frame.shape for frame in frames}) > 1:
-            sizes = sorted({f"{frame.shape[1]}x{frame.shape[2]}" for frame in frames})
-            reason = f"its frames have different sizes (rows x columns): {', '.join(sizes)}"
-            raise BrokenVideoError(self.path(index), reason)
-        return Clip(torch.stack(frames), seconds[chosen]), self.labels[index]
+        return Clip(stack_frames(self.path(index), frames), seconds[chosen]), self.labels[index]
 
     def sampled(self, num_frames: int, fps: float | None) -> FrameFolderSource:
         sampling = ClipSampling(num_frames, fps)
@@ -183,7 +180,7 @@ class EvenClips(ClipSource):
         self.licence = whole.licence
         self.skip_broken = whole.skip_broken
         self._whole = whole
-        self._places = [place * len(whole) // count for place in range(count)]
+        self._places = spread_evenly(count, len(whole))
         self.labels = None if whole.labels is None else [whole.labels[place] for place in self._places]
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ from vision_rope.video.space_time import (
     WithinSteps,
 )
 from vision_rope.video.stream import StreamState, start_stream, take_step
-from vision_rope.video.tubelets import check_clips, inflate, place_steps
+from vision_rope.video.tubelets import check_clips, inflate, place_steps, resample_times
 
 
 class VideoModel(PositionedModel):
@@ -221,11 +221,7 @@ class VideoModel(PositionedModel):
 
     def _time_embedding(self, steps: int) -> Tensor | None:
         """The learned embedding of time, resampled to a number of steps: (1, steps, dim)."""
-        embedding = self.pos_embed_time
-        if embedding is None or embedding.shape[1] == steps:
-            return embedding
-        resampled = F.interpolate(embedding.float().transpose(1, 2), size=steps, mode="linear")
-        return resampled.transpose(1, 2).to(embedding.dtype)
+        return None if self.pos_embed_time is None else resample_times(self.pos_embed_time, steps)
 
     def _positions(
         self, grid: tuple[int, ...], kept: Tensor | None, device: torch.device, times: Tensor | None = None

@@ -6,6 +6,7 @@ here cuts them into the parts that attend to each other.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,9 +49,9 @@ class SpaceTimeArrangement(Arrangement):
 
         return self.attend_parts(q, k, v, attend_part)
 
+    @abstractmethod
     def attend_parts(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
         """Attention of the parts: attend(q, k, v, mask=None, is_causal=False) is that of one of them."""
-        raise NotImplementedError
 
 
 @dataclass(eq=False)

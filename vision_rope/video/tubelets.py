@@ -57,6 +57,17 @@ def inflate(weight: Tensor, frames: int) -> Tensor:
     return (weight / frames).unsqueeze(2).repeat(1, 1, frames, 1, 1)
 
 
+def resample_times(embedding: Tensor, steps: int) -> Tensor:
+    """A learned embedding of time, resampled to another number of steps.
+
+    Shapes: (1, trained steps, dim) -> (1, steps, dim)
+    """
+    if embedding.shape[1] == steps:
+        return embedding
+    resampled = F.interpolate(embedding.float().transpose(1, 2), size=steps, mode="linear")
+    return resampled.transpose(1, 2).to(embedding.dtype)
+
+
 def check_tubelet(tubelet: Any, num_frames: Any, embed: Any) -> tuple[int, int]:
     """Frames of a tubelet and number of steps, or ValueError for numbers that the model's patches do not fit."""
     if not isinstance(tubelet, Sequence) or len(tubelet) != 3 or not all(_is_count(length) for length in tubelet):
