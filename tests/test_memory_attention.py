@@ -754,3 +754,14 @@ def test_a_hook_on_the_perceptron_keeps_what_it_saw():
     attention.read(torch.randn(1, 6, DIM), [frame((2, 3))], grid=(2, 3))
     assert torch.equal(*seen[0])
     assert (seen[0][0] < 0).any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_prepared_keys_with_ages_equal_those_made_on_reading(num_heads):
+    attention = small_attention(num_heads=num_heads)
+    entries = [frame((3, 4), batch=2, age=torch.randn(MEMORY_DIM)) for _ in range(3)]
+    tokens = torch.randn(2, 12, DIM)
+    prepared = [_with_keys(attention, entry) for entry in entries]
+    out = attention.read(tokens, prepared, grid=(3, 4))
+    assert_close(out, attention.read(tokens, entries, grid=(3, 4)), atol=2e-5, rtol=0)
