@@ -202,6 +202,41 @@ class MotionConfig:
 
 
 @dataclass
+class SegmenterConfig:
+    """What follows objects through a video behind the backbone, and how it is trained (task: segmentation).
+
+    Of the first frame's prompts, one kind a batch, what masks and boxes leave are points.
+
+    Attributes:
+        dim: width of the tokens that masks are made from.
+        memory_dim: width of a stored frame.
+        depth: layers of memory attention.
+        mlp_dim: width of their perceptrons.
+        num_heads: heads of memory attention.
+        dropout: in memory attention, while training.
+        mask_prompts: share of the training batches whose objects are shown by their masks.
+        box_prompts: share of those whose objects are shown by boxes.
+        focal: weight of the focal loss of masks.
+        dice: weight of their dice loss.
+        quality: weight of the error of the predicted mask quality.
+        presence: weight of the loss of the object score.
+    """
+
+    dim: int = 128
+    memory_dim: int = 32
+    depth: int = 2
+    mlp_dim: int = 256
+    num_heads: int = 1
+    dropout: float = 0.1
+    mask_prompts: float = 0.5
+    box_prompts: float = 0.25
+    focal: float = 20.0
+    dice: float = 1.0
+    quality: float = 1.0
+    presence: float = 1.0
+
+
+@dataclass
 class LossConfig:
     """What is minimised in classification.
 
@@ -318,13 +353,14 @@ class TrainConfig:
     """A whole run: everything train.py needs.
 
     Attributes:
-        task: classification, masked (predict hidden patches, without labels) or motion (tell direction and speed).
+        task: classification, masked (predict hidden patches, without labels), motion (tell direction and speed) or
+            segmentation (follow objects through clips with masks).
         seed: seed of the initial weights, the order of images and their augmentation.
         batch_size: images a step, over all processes together.
         ema_decay: decay of the averaged weights that are evaluated and kept; none switches averaging off.
     """
 
-    task: Literal["classification", "masked", "motion"] = "classification"
+    task: Literal["classification", "masked", "motion", "segmentation"] = "classification"
     seed: int = 0
     batch_size: int = 64
     ema_decay: float | None = None
@@ -334,6 +370,7 @@ class TrainConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     masked: MaskedConfig = field(default_factory=MaskedConfig)
     motion: MotionConfig = field(default_factory=MotionConfig)
+    segmenter: SegmenterConfig = field(default_factory=SegmenterConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
