@@ -45,6 +45,7 @@ ORDER = [
     "references",
     "flags",
     "extension_text",
+    "config_video",
     "config",
     "rules",
     "study_config",
@@ -83,7 +84,7 @@ ORDER = [
 ]
 # Knows the home of every public name, and loads it when it is asked for.
 DOOR = "__init__"
-WITHOUT_TIMM = [*ORDER[: ORDER.index("convert")], "memory", "flags", "config"]
+WITHOUT_TIMM = [*ORDER[: ORDER.index("convert")], "memory", "flags", "config_video", "config"]
 HEAVY = ("timm", "matplotlib", "ultralytics", "torchmetrics", "tensorboard", "torchvision", "av", "torchcodec")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vision_rope import flags
+from vision_rope.config_video import MotionConfig, ObjectsConfig, SegmenterConfig, VideoConfig
 
 Size = int | tuple[int, int]
 
@@ -24,6 +25,8 @@ OPTIONS_OF = {
 
 # Sources whose items are clips, which go with video.num_frames and with nothing else.
 CLIP_SOURCES = ("videos", "frames", "motion")
+# Sources of clips with the masks of objects, which go with task: segmentation and with nothing else.
+SEGMENTED_SOURCES = ("davis", "pseudo")
 
 
 @dataclass
@@ -59,8 +62,8 @@ class DataConfig:
     """Where the images come from.
 
     Attributes:
-        source: elpv, folder:PATH, images:PATH (no labels), timm's torch/NAME, hfds/NAME, wds/NAME; clips:
-            videos:PATH (a folder or .csv list), frames:PATH (a folder of images a clip).
+        source: images: elpv, folder:PATH, images:PATH, timm's torch/NAME, hfds/NAME, wds/NAME; clips: videos:PATH,
+            frames:PATH, motion:SOURCE; with masks: davis:PATH, pseudo:SOURCE (see open_dataset).
         root: the folder that timm dataset names are looked up in.
         train_split: name of the training split.
         val_split: name of the validation split.
@@ -87,32 +90,6 @@ class DataConfig:
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
-
-
-@dataclass
-class VideoConfig:
-    """Clips in the place of images, and the model that looks at them.
-
-    Attributes:
-        num_frames: frames of a clip; none trains on images.
-        fps: frames a second that clips are sampled at; none takes every frame that a video has.
-        tubelet: frames of a tubelet, which makes one step in time; its rows and columns are the backbone's patch.
-        attention: joint over all tokens, or factorised: over time, then over space.
-        causal: a step sees none that come after it, so that the model can follow a stream.
-        positions_per_second: time positions follow the clip's own seconds at this rate; none counts steps.
-        broken: what becomes of a clip that cannot be read: error stops with its path, skip leaves it out and tells.
-        decoder: of video files: pyav; torchcodec where it is installed; nvdec, torchcodec on an NVIDIA GPU, which takes
-            run.num_workers 0.
-    """
-
-    num_frames: int | None = None
-    fps: float | None = None
-    tubelet: int = 2
-    attention: Literal["joint", "factorised"] = "joint"
-    causal: bool = False
-    positions_per_second: float | None = None
-    broken: Literal["error", "skip"] = "error"
-    decoder: Literal["pyav", "torchcodec", "nvdec"] = "pyav"
 
 
 @dataclass
@@ -175,65 +152,6 @@ class MaskedConfig:
     decoder_dim: int | None = None
     decoder_depth: int | None = None
     decoder_heads: int | None = None
-
-
-@dataclass
-class MotionConfig:
-    """Clips made from photographs (data.source motion:SOURCE): an object from one moves over another, steadily.
-
-    The direction is one of 8, the speed one of a few; task motion tells both.
-
-    Attributes:
-        num_speeds: number of speeds, in equal ratios from the slowest to the fastest.
-        slowest: in widths of the picture a second.
-        fastest: in widths of the picture a second.
-        object_size: range of the object's diameter, as a share of the picture's width.
-        background: brightness of the photograph behind it; 1 leaves it as it is, 0 is black. Small models find what
-            moves in a few minutes only where it is brighter.
-        size: side of the square pictures that clips are made in, in pixels; other sizes are resized from them.
-    """
-
-    num_speeds: int = 3
-    slowest: float = 0.25
-    fastest: float = 1.0
-    object_size: tuple[float, float] = (0.3, 0.6)
-    background: float = 1.0
-    size: int = 64
-
-
-@dataclass
-class SegmenterConfig:
-    """What follows objects through a video behind the backbone, and how it is trained (task: segmentation).
-
-    Of the first frame's prompts, one kind a batch, what masks and boxes leave are points.
-
-    Attributes:
-        dim: width of the tokens that masks are made from.
-        memory_dim: width of a stored frame.
-        depth: layers of memory attention.
-        mlp_dim: width of their perceptrons.
-        num_heads: heads of memory attention.
-        dropout: in memory attention, while training.
-        mask_prompts: share of the training batches whose objects are shown by their masks.
-        box_prompts: share of those whose objects are shown by boxes.
-        focal: weight of the focal loss of masks.
-        dice: weight of their dice loss.
-        quality: weight of the error of the predicted mask quality.
-        presence: weight of the loss of the object score.
-    """
-
-    dim: int = 128
-    memory_dim: int = 32
-    depth: int = 2
-    mlp_dim: int = 256
-    num_heads: int = 1
-    dropout: float = 0.1
-    mask_prompts: float = 0.5
-    box_prompts: float = 0.25
-    focal: float = 20.0
-    dice: float = 1.0
-    quality: float = 1.0
-    presence: float = 1.0
 
 
 @dataclass
@@ -353,8 +271,8 @@ class TrainConfig:
     """A whole run: everything train.py needs.
 
     Attributes:
-        task: classification, masked (predict hidden patches, without labels), motion (tell direction and speed) or
-            segmentation (follow objects through clips with masks).
+        task: classification, masked (predict hidden patches), motion (tell direction and speed) or segmentation
+            (follow objects through clips).
         seed: seed of the initial weights, the order of images and their augmentation.
         batch_size: images a step, over all processes together.
         ema_decay: decay of the averaged weights that are evaluated and kept; none switches averaging off.
@@ -371,6 +289,7 @@ class TrainConfig:
     masked: MaskedConfig = field(default_factory=MaskedConfig)
     motion: MotionConfig = field(default_factory=MotionConfig)
     segmenter: SegmenterConfig = field(default_factory=SegmenterConfig)
+    objects: ObjectsConfig = field(default_factory=ObjectsConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
