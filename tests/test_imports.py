@@ -55,6 +55,7 @@ ORDER = [
     "losses",
     "metrics",
     "motion_metrics",
+    "vos_metrics",
     "parallel",
     "weight_metadata",
     "checkpoint",
