@@ -63,7 +63,7 @@ class DataConfig:
 
     Attributes:
         source: images: elpv, folder:PATH, images:PATH, timm's torch/NAME, hfds/NAME, wds/NAME; clips: videos:PATH,
-            frames:PATH, motion:SOURCE; with masks: davis:PATH, pseudo:SOURCE (see open_dataset).
+            frames:PATH, motion:SOURCE; with masks: davis:PATH, pseudo:SOURCE.
         root: the folder that timm dataset names are looked up in.
         train_split: name of the training split.
         val_split: name of the validation split.
