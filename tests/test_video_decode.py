@@ -319,5 +319,5 @@ def test_display_matrices(matrix: list[int], expected: object) -> None:
         def to_ndarray(self) -> np.ndarray:
             return picture
 
-    upright = decode_video._to_rgb(Turned(), Reformatter())
+    upright = decode_video.to_rgb(Turned(), Reformatter())
     assert torch.equal(upright, expected(torch.from_numpy(picture).permute(2, 0, 1)))  # type: ignore[operator]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
+from time import sleep
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,9 @@ from vision_rope.data.decode import BrokenFileError
 
 # From the times of a video's frames to the places of those that are wanted.
 Choose = Callable[[Tensor], Tensor]
+
+# Between two questions to a camera that has no picture yet.
+POLL_SECONDS = 0.005
 
 
 class BrokenVideoError(BrokenFileError):
@@ -55,7 +59,7 @@ def list_frames(path: str | Path) -> FrameTimes:
         ModuleNotFoundError: where PyAV is not installed; it says how to install it.
     """
     with open_video(path) as file:
-        places = sorted({_time(frame) for frame in _decode(file)})
+        places = sorted({frame_time(frame) for frame in iterate_frames(file)})
         return FrameTimes(to_seconds(file, places), file.damage)
 
 
@@ -88,7 +92,7 @@ def decode_frames(path: str | Path, choose: Choose) -> tuple[Clip, str | None]:
                 if found is not None:
                     return found, file.damage
     with open_video(path) as file:
-        times = sorted({_time(frame) for frame in _decode(file)})
+        times = sorted({frame_time(frame) for frame in iterate_frames(file)})
         if not times:
             raise BrokenVideoError(file.path, file.damage or "it holds no frames")
         wanted, damage = pick_frames(file, times, choose), file.damage
@@ -128,23 +132,47 @@ def load_pyav() -> Any:
 @contextmanager
 def open_video(path: str | Path) -> Iterator[VideoFile]:
     """Open the first video stream of a file; errors of FFmpeg are raised as BrokenVideoError."""
-    av = load_pyav()
-    path = str(path)
+    load_pyav()
     if not Path(path).is_file():
-        raise BrokenVideoError(path, "there is no such file")
+        raise BrokenVideoError(str(path), "there is no such file")
+    with open_input(str(path)) as file:
+        yield file
+
+
+@contextmanager
+def open_input(
+    address: str,
+    *,
+    format: str | None = None,
+    options: dict[str, str] | None = None,
+    timeout: float | None = None,
+) -> Iterator[VideoFile]:
+    """Open the first video stream of whatever FFmpeg reads: a file, a device, an address of the network.
+
+    Args:
+        format: FFmpeg's name of the container or of the kind of device; found out by itself where it is None.
+        options: of that format, as FFmpeg calls them.
+        timeout: seconds to wait for an answer.
+
+    Raises:
+        BrokenVideoError: for errors of FFmpeg, now and while the stream is read.
+    """
+    av = load_pyav()
     try:
         # Without errors of metadata: titles in an odd encoding are no fault of the pictures.
-        with av.open(path, metadata_errors="ignore") as container:
+        with av.open(
+            address, format=format, options=options or {}, timeout=timeout, metadata_errors="ignore"
+        ) as container:
             # The first one; a picture of the cover is none.
             cover = av.stream.Disposition.attached_pic
             stream = next((stream for stream in container.streams.video if not stream.disposition & cover), None)
             if stream is None:
-                raise BrokenVideoError(path, "it holds no video stream")
-            # One thread a worker: loaders bring their own parallelism.
+                raise BrokenVideoError(address, "it holds no video stream")
+            # One thread a decoder: loaders bring their own parallelism, and damage is met at its own frame.
             stream.codec_context.thread_count = 1
-            yield VideoFile(path, container, stream)
+            yield VideoFile(address, container, stream)
     except (av.FFmpegError, ValueError) as error:
-        raise BrokenVideoError(path, _describe(error)) from error
+        raise BrokenVideoError(address, _describe(error)) from error
 
 
 def list_packets(file: VideoFile) -> tuple[list[int], list[int]]:
@@ -166,7 +194,7 @@ def list_packets(file: VideoFile) -> tuple[list[int], list[int]]:
     return sorted(times), keys
 
 
-def _decode(file: VideoFile, start: int | None = None) -> Iterator[Any]:
+def iterate_frames(file: VideoFile, start: int | None = None) -> Iterator[Any]:
     """Whole frames in the order of their times; faults are noted.
 
     Frames that the decoder holds back at a fault are not asked for: the damaged one may be among them.
@@ -181,6 +209,11 @@ def _decode(file: VideoFile, start: int | None = None) -> Iterator[Any]:
             packet = next(packets, None)
             if packet is None:
                 return
+        except av.error.BlockingIOError:
+            # A camera that has no picture yet.
+            sleep(POLL_SECONDS)
+            packets = file.container.demux(file.stream)
+            continue
         except av.FFmpegError as error:
             file.note(_describe(error))
             return
@@ -195,11 +228,11 @@ def _decode(file: VideoFile, start: int | None = None) -> Iterator[Any]:
             waits_for_key = True
             continue
         for frame in frames:
-            if start is not None and _time(frame) < start:
+            if start is not None and frame_time(frame) < start:
                 # Behind a seek: made from frames that were not read, and not wanted.
                 continue
             if frame.is_corrupt:
-                file.note(f"a damaged frame at {_at(file, _time(frame))}")
+                file.note(f"a damaged frame at {_at(file, frame.pts)}")
                 context.flush_buffers()
                 waits_for_key = True
                 break
@@ -219,10 +252,10 @@ def _collect(file: VideoFile, wanted: list[int], start: int | None) -> Clip | No
     missing = set(wanted)
     pictures: dict[int, Tensor] = {}
     reformatter = VideoReformatter()
-    for frame in _decode(file, start):
-        time = _time(frame)
+    for frame in iterate_frames(file, start):
+        time = frame_time(frame)
         if time in missing:
-            pictures[time] = _to_rgb(frame, reformatter)
+            pictures[time] = to_rgb(frame, reformatter)
             missing.remove(time)
             if not missing:
                 break
@@ -251,7 +284,7 @@ def stack_frames(path: str, frames: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(frames))
 
 
-def _to_rgb(frame: Any, reformatter: Any) -> Tensor:
+def to_rgb(frame: Any, reformatter: Any) -> Tensor:
     """Upright RGB: the display matrix of phones' videos is followed, mirroring too.
 
     Shapes: uint8 (3, height, width)
@@ -269,7 +302,7 @@ def _to_rgb(frame: Any, reformatter: Any) -> Tensor:
     return pixels.flip(mirrored).contiguous() if mirrored else pixels.contiguous()
 
 
-def _time(frame: Any) -> int:
+def frame_time(frame: Any) -> int:
     """In units of the stream; containers such as AVI count in the order of decoding alone."""
     time = frame.pts if frame.pts is not None else frame.dts
     if time is None:
