@@ -14,6 +14,7 @@ from torchvision.transforms.v2 import functional
 
 from vision_rope.data.clips import Clips
 from vision_rope.data.randomness import isolated_randomness
+from vision_rope.data.segmented_clips import SegmentedClips
 
 Transform = Callable[[Tensor], Tensor]
 Crop = Literal["random-resized", "simple", "resize"]
@@ -60,20 +61,11 @@ def train_transform(
 
     Source: DeiT III (arXiv 2204.07118), section 4: simple crop and 3-Augment.
     """
-    size = _check_size(size)
-    mode = _interpolation_mode(interpolation)
-    for name, probability in (("hflip", hflip), ("vflip", vflip)):
-        if not 0 <= probability <= 1:
-            raise ValueError(f"{name} is {probability}, but a probability lies between 0 and 1")
-    if color_jitter < 0:
-        raise ValueError(f"color_jitter is {color_jitter}, but a strength is not negative; 0 switches it off")
-
+    size = check_size(size)
+    mode = interpolation_mode(interpolation)
     steps: list[Transform] = []
     if crop == "random-resized":
-        if not 0 < scale[0] <= scale[1] <= 1:
-            raise ValueError(f"scale is {scale}, but it must be a range (least, most) of shares in (0, 1]")
-        if not 0 < ratio[0] <= ratio[1]:
-            raise ValueError(f"ratio is {ratio}, but it must be a range (least, most) of positive numbers")
+        check_crop_ranges(scale, ratio)
         steps.append(v2.RandomResizedCrop(size, tuple(scale), tuple(ratio), interpolation=mode, antialias=True))
     elif crop == "simple":
         if min(size) <= SIMPLE_CROP_PADDING:
@@ -84,17 +76,56 @@ def train_transform(
         steps.append(v2.Resize(size, interpolation=mode, antialias=True))
     else:
         raise ValueError(f"crop is {crop!r}; choose one of {', '.join(get_args(Crop))}")
+    mirrors = mirror_steps(size, hflip=hflip, vflip=vflip, dihedral=dihedral)
+    return Chain(steps + mirrors + colour_steps(size, three_augment=three_augment, color_jitter=color_jitter))
+
+
+def mirror_steps(size: tuple[int, int], *, hflip: float, vflip: float, dihedral: bool) -> list[Transform]:
+    """The steps of `train_transform` that move whole pixels, of any number of channels."""
+    for name, probability in (("hflip", hflip), ("vflip", vflip)):
+        if not 0 <= probability <= 1:
+            raise ValueError(f"{name} is {probability}, but a probability lies between 0 and 1")
+    steps: list[Transform] = []
     if dihedral:
         steps.append(RandomSymmetry(is_square=size[0] == size[1]))
     if hflip:
         steps.append(v2.RandomHorizontalFlip(hflip))
     if vflip:
         steps.append(v2.RandomVerticalFlip(vflip))
+    return steps
+
+
+def colour_steps(size: tuple[int, int], *, three_augment: bool, color_jitter: float) -> list[Transform]:
+    """The steps of `train_transform` that change colours, of all frames of a clip alike."""
+    if color_jitter < 0:
+        raise ValueError(f"color_jitter is {color_jitter}, but a strength is not negative; 0 switches it off")
+    steps: list[Transform] = []
     if three_augment:
         steps.append(ThreeAugment(size))
     if color_jitter:
         steps.append(v2.ColorJitter(color_jitter, color_jitter, color_jitter))
-    return Chain(steps)
+    return steps
+
+
+def check_crop_ranges(scale: tuple[float, float], ratio: tuple[float, float]) -> None:
+    """Refuse ranges that no crop can be drawn from."""
+    if not 0 < scale[0] <= scale[1] <= 1:
+        raise ValueError(f"scale is {scale}, but it must be a range (least, most) of shares in (0, 1]")
+    if not 0 < ratio[0] <= ratio[1]:
+        raise ValueError(f"ratio is {ratio}, but it must be a range (least, most) of positive numbers")
+
+
+def covered_size(size: tuple[int, int], crop_pct: float) -> tuple[int, int]:
+    """The size that an image is resized to cover before its centre is cropped.
+
+    Raises:
+        ValueError: for a share outside (0, 1].
+    """
+    if not 0 < crop_pct <= 1:
+        raise ValueError(f"crop_pct is {crop_pct}, but it must lie in (0, 1]; 1 keeps the most of the image")
+    # Rounded down as timm does; the small number keeps 0.7 * 10 / 0.7 from becoming 9.
+    height, width = (int(side / crop_pct + 1e-6) for side in size)
+    return height, width
 
 
 def eval_transform(
@@ -114,26 +145,30 @@ def eval_transform(
     Raises:
         ValueError: for a value outside its range.
     """
-    size = _check_size(size)
-    if not 0 < crop_pct <= 1:
-        raise ValueError(f"crop_pct is {crop_pct}, but it must lie in (0, 1]; 1 keeps the most of the image")
-    # Rounded down as timm does; the small number keeps 0.7 * 10 / 0.7 from becoming 9.
-    covered = tuple(int(side / crop_pct + 1e-6) for side in size)
-    return Chain([CoverResize((covered[0], covered[1]), _interpolation_mode(interpolation)), v2.CenterCrop(size)])
+    size = check_size(size)
+    covered = covered_size(size, crop_pct)
+    return Chain([CoverResize(covered, interpolation_mode(interpolation)), v2.CenterCrop(size)])
 
 
-def resize_batch(images: Tensor | Clips, size: tuple[int, int], interpolation: Interpolation) -> Tensor | Clips:
+def resize_batch(
+    images: Tensor | Clips | SegmentedClips, size: tuple[int, int], interpolation: Interpolation
+) -> Tensor | Clips | SegmentedClips:
     """Resize a normalised batch on its own device, all frames of a clip alike; smaller ones are antialiased.
+
+    Each pixel of the objects of clips takes the id of the nearest one.
 
     Shapes: images (batch, channels, any height, any width), or frames of clips -> the same of that size
     """
-    frames = images.frames.transpose(1, 2).flatten(0, 1) if isinstance(images, Clips) else images
+    frames = images if isinstance(images, Tensor) else images.frames.transpose(1, 2).flatten(0, 1)
     if frames.shape[-2:] == size:
         return images
     resized = nn.functional.interpolate(frames, size, mode=interpolation, align_corners=False, antialias=True)
     if isinstance(images, Tensor):
         return resized
-    return images._replace(frames=resized.unflatten(0, (len(images.seconds), -1)).transpose(1, 2).contiguous())
+    resized = resized.unflatten(0, (len(images.seconds), -1)).transpose(1, 2).contiguous()
+    if isinstance(images, SegmentedClips):
+        return images._replace(frames=resized, ids=nn.functional.interpolate(images.ids, size, mode="nearest-exact"))
+    return images._replace(frames=resized)
 
 
 class Chain:
@@ -275,14 +310,14 @@ class Mixing:
         return mixed[:count], targets[:count]
 
 
-def _check_size(size: int | tuple[int, int]) -> tuple[int, int]:
+def check_size(size: int | tuple[int, int]) -> tuple[int, int]:
     sides = (size, size) if isinstance(size, int | float) else tuple(size)
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
         raise ValueError(f"size is {size!r}, but it must be (height, width): two positive whole numbers")
     return sides[0], sides[1]
 
 
-def _interpolation_mode(name: str) -> v2.InterpolationMode:
+def interpolation_mode(name: str) -> v2.InterpolationMode:
     if name not in get_args(Interpolation):
         raise ValueError(f"interpolation is {name!r}; choose one of {', '.join(get_args(Interpolation))}")
     return v2.InterpolationMode(name)

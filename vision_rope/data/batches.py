@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from vision_rope.data.augment import Transform
 from vision_rope.data.clips import Clip, Clips, ClipSource
 from vision_rope.data.decode import BrokenFileError
 from vision_rope.data.randomness import derive_seed, seed_generators
+from vision_rope.data.segmented_augment import SegmentedTransform
+from vision_rope.data.segmented_clips import SegmentedClip, SegmentedClips
 from vision_rope.data.sources import ImageSource, IterableSource
 
 # A path, and what is to be told about it.
@@ -28,7 +30,7 @@ class Sample(NamedTuple):
         reports: files that were damaged, or left out for it.
     """
 
-    image: Tensor | Clip
+    image: Tensor | Clip | SegmentedClip
     label: int
     place: int
     seed: int
@@ -38,7 +40,7 @@ class Sample(NamedTuple):
 class HostBatch(NamedTuple):
     """A batch as the workers make it; `Sample` says what is in it."""
 
-    images: Tensor | Clips
+    images: Tensor | Clips | SegmentedClips
     labels: Tensor
     indices: Tensor
     seeds: Tensor
@@ -97,9 +99,12 @@ class IndexedSamples(Dataset[Sample | LeftOut | Exception]):
     read takes the place, so that batches keep their size on every rank.
     """
 
-    def __init__(self, dataset: ImageSource | ClipSource, transform: Transform, seed: int, training: bool) -> None:
+    def __init__(
+        self, dataset: ImageSource | ClipSource, transform: Transform | SegmentedTransform, seed: int, training: bool
+    ) -> None:
         self._dataset = dataset
-        self._transform = transform
+        # Of the source's own items, which no type says.
+        self._transform: Any = transform
         self._seed = seed
         self._training = training
 
@@ -136,7 +141,10 @@ class IndexedSamples(Dataset[Sample | LeftOut | Exception]):
         if (damage := source.damage(index)) is not None:
             reports.append((source.path(index), f"damaged, used as far as it can be decoded: {damage}"))
         seed_generators(seed)
-        clip = Clip(self._transform(clip.frames), clip.seconds)
+        if isinstance(clip, SegmentedClip):
+            clip = self._transform(clip)
+        else:
+            clip = Clip(self._transform(clip.frames), clip.seconds)
         return Sample(clip, label, index, derive_seed(seed), tuple(reports))
 
 
@@ -196,7 +204,7 @@ def collate(samples: list[Sample | LeftOut | Exception]) -> HostBatch | list[Rep
             whole.append(sample)
     if not whole:
         return reports
-    images = [sample.image.frames if isinstance(sample.image, Clip) else sample.image for sample in whole]
+    images = [sample.image if isinstance(sample.image, Tensor) else sample.image.frames for sample in whole]
     for image in images:
         if image.dtype != torch.uint8:
             return TypeError(
@@ -210,11 +218,18 @@ def collate(samples: list[Sample | LeftOut | Exception]) -> HostBatch | list[Rep
             )
     numbers = [(sample.label, sample.place, sample.seed) for sample in whole]
     labels, indices, seeds = torch.tensor(numbers, dtype=torch.int64).unbind(1)
-    seconds = [sample.image.seconds for sample in whole if isinstance(sample.image, Clip)]
-    stacked = torch.stack(images)
+    return HostBatch(_stack(whole, torch.stack(images)), labels, indices, seeds, reports)
+
+
+def _stack(samples: list[Sample], images: Tensor) -> Tensor | Clips | SegmentedClips:
+    """What the samples are, of their stacked images or frames."""
+    clips = [sample.image for sample in samples if not isinstance(sample.image, Tensor)]
+    if not clips:
+        return images
     # Counted from the clip's start before they are rounded: float32 has no fractions of the seconds of a clock.
-    inputs = Clips(stacked, torch.stack([each - each[0] for each in seconds]).float()) if seconds else stacked
-    return HostBatch(inputs, labels, indices, seeds, reports)
+    seconds = torch.stack([clip.seconds - clip.seconds[0] for clip in clips]).float()
+    ids = [clip.ids for clip in clips if isinstance(clip, SegmentedClip)]
+    return SegmentedClips(images, torch.stack(ids), seconds) if ids else Clips(images, seconds)
 
 
 def estimate_stream(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+if TYPE_CHECKING:
+    from vision_rope.data.segmented_clips import SegmentedClip
 
 
 class Clip(NamedTuple):
@@ -33,7 +36,7 @@ class Clips(NamedTuple):
     seconds: Tensor
 
 
-class ClipSource(ABC, Dataset[tuple[Clip, int]]):
+class ClipSource(ABC, Dataset["tuple[Clip | SegmentedClip, int]"]):
     """Labelled clips with random access; item i is (clip, class), the one that evaluation looks at.
 
     Attributes:
@@ -54,7 +57,7 @@ class ClipSource(ABC, Dataset[tuple[Clip, int]]):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def read(self, index: int, generator: torch.Generator | None = None) -> tuple[Clip, int]:
+    def read(self, index: int, generator: torch.Generator | None = None) -> tuple[Clip | SegmentedClip, int]:
         """A clip and its class: what is random about it is drawn from the generator; none gives evaluation's clip.
 
         The generator is the sample's own, so that a clip follows from seed, epoch and index alone.
@@ -72,5 +75,5 @@ class ClipSource(ABC, Dataset[tuple[Clip, int]]):
         """What was found wrong with a clip when this process last read it, though it could be read; else None."""
         return None
 
-    def __getitem__(self, index: int) -> tuple[Clip, int]:
+    def __getitem__(self, index: int) -> tuple[Clip | SegmentedClip, int]:
         return self.read(index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from timm.data.random_erasing import RandomErasing
@@ -26,6 +26,8 @@ from vision_rope.data.batches import (
 from vision_rope.data.clips import Clips, ClipSource
 from vision_rope.data.decode_video import BrokenVideoError
 from vision_rope.data.randomness import derive_seed, preserved_randomness, seed_generators
+from vision_rope.data.segmented_augment import SegmentedTransform
+from vision_rope.data.segmented_clips import SegmentedClips
 from vision_rope.data.sources import ImageSource, IterableSource
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -45,8 +47,8 @@ class Accelerator(Protocol):
 class DeviceLoader:
     """Iterate over (images, labels) on the device, or (images, labels, indices) where asked for.
 
-    Of a source of clips, `Clips` stand in the place of images. A loader is iterated on the stream that is current when
-    a batch is asked for, one iteration at a time.
+    Of a source of clips, `Clips` or `SegmentedClips` stand in the place of images. A loader is iterated on the stream
+    that is current when a batch is asked for, one iteration at a time.
 
     Shapes:
         images floating point (batch, 3, height, width), normalised; labels int64 (batch,); indices int64 (batch,) in
@@ -176,13 +178,14 @@ class DeviceLoader:
 
     def _prepare(self, batch: HostBatch) -> tuple[Any, ...]:
         labels = batch.labels.to(self._device, non_blocking=True)
-        images: Tensor | Clips
-        if isinstance(batch.images, Clips):
-            frames = batch.images.frames.to(self._device, non_blocking=True).transpose(1, 2)
-            seconds = batch.images.seconds.to(self._device, non_blocking=True)
-            images = Clips(self._normalize(frames, batch.seeds), seconds)
-        else:
+        images: Tensor | Clips | SegmentedClips
+        if isinstance(batch.images, Tensor):
             images = self._normalize(batch.images.to(self._device, non_blocking=True), batch.seeds)
+        else:
+            # All parts of clips: frames, seconds and, where there are objects, their ids.
+            parts = (part.to(self._device, non_blocking=True) for part in batch.images)
+            images = type(batch.images)(*parts)
+            images = images._replace(frames=self._normalize(images.frames.transpose(1, 2), batch.seeds))
         return (images, labels, batch.indices) if self._with_indices else (images, labels)
 
     def _normalize(self, images: Tensor, seeds: Tensor) -> Tensor:
@@ -208,7 +211,7 @@ def create_loader(
     dataset: ImageSource | IterableSource | ClipSource,
     *,
     batch_size: int,
-    transform: Transform,
+    transform: Transform | SegmentedTransform,
     device: torch.device | str,
     training: bool,
     num_workers: int = 2,
@@ -235,8 +238,8 @@ def create_loader(
         dataset: what `open_dataset` gives, or anything with its items.
         batch_size: images a step over all ranks together.
         transform: from uint8 (3, any height, any width), of clips (frames, 3, any height, any width), to uint8 of one
-            height and width, all frames alike; it draws from torch's, Python's or NumPy's global generator, which is
-            seeded before each image or clip.
+            height and width, all frames alike; from `SegmentedClip` to another where the data set has those. It draws
+            from torch's, Python's or NumPy's global generator, which is seeded before each image or clip.
         device: where batches go.
         training: shuffle and drop the rest, or every image once in order.
         num_workers: processes that decode; 0 decodes in this one.
@@ -269,7 +272,7 @@ def create_loader(
         if not training:
             dataset.read_everything()
         dataset.set_num_workers(num_workers)
-        samples = StreamSamples(dataset, transform, seed, rank, share=1 if training else world_size)
+        samples = StreamSamples(dataset, cast(Transform, transform), seed, rank, share=1 if training else world_size)
         batches = DataLoader(samples, batch_size=local_batch, drop_last=training, **options)
         num_images, num_batches = estimate_stream(len(dataset), local_batch, training, num_workers, rank, world_size)
     else:

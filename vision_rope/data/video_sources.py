@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from vision_rope.data.decode_torchcodec import decode_by_nvdec, decode_by_torchc
 from vision_rope.data.decode_video import BrokenVideoError, Choose, decode_frames, load_pyav, stack_frames
 from vision_rope.data.folders import IMAGE_EXTENSIONS
 from vision_rope.data.sources import spread_evenly
+
+if TYPE_CHECKING:
+    from vision_rope.data.segmented_clips import SegmentedClip
 
 # Frames a second of a folder of frames, which says nothing of its rate.
 NOMINAL_FPS = 30.0
@@ -186,7 +189,7 @@ class EvenClips(ClipSource):
     def __len__(self) -> int:
         return len(self._places)
 
-    def read(self, index: int, generator: torch.Generator | None = None) -> tuple[Clip, int]:
+    def read(self, index: int, generator: torch.Generator | None = None) -> tuple[Clip | SegmentedClip, int]:
         return self._whole.read(self._places[index], generator)
 
     def sampled(self, num_frames: int, fps: float | None) -> EvenClips:
