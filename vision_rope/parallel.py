@@ -51,12 +51,17 @@ class Distributed:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Average the gradients over all processes with DDP; a single process gets its model back."""
+    def wrap(self, model: nn.Module, *, find_unused: bool = False) -> nn.Module:
+        """Average the gradients over all processes with DDP; a single process gets its model back.
+
+        Args:
+            find_unused: look in every step for parameters that have no part in it, as of a model that batches with
+                different inputs lead through different layers.
+        """
         if self.world_size == 1:
             return model
         ids = [self.device] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=ids)
+        return nn.parallel.DistributedDataParallel(model, device_ids=ids, find_unused_parameters=find_unused)
 
 
 @contextmanager

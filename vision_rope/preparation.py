@@ -98,10 +98,19 @@ def build_start(config: TrainConfig, num_classes: int) -> nn.Module:
     return model
 
 
+def divisor_of(model: nn.Module) -> tuple[int, int]:
+    """What the height and the width of pictures are multiples of: the patch, of a segmenter its stride."""
+    whole: Any = model
+    if (stride := getattr(model, "stride", None)) is not None:
+        return stride, stride
+    height, width = whole.patch_embed.patch_size
+    return height, width
+
+
 def check_sweep(config: TrainConfig, model: nn.Module) -> None:
     """Refuse sizes, frames and rates that the model or the task cannot take, and unknown extension methods."""
-    embed: Any = model.patch_embed
-    patch_size = tuple(embed.patch_size)
+    embed: Any = getattr(model, "patch_embed", None)
+    patch_size = divisor_of(model)
     own_size: Any = tuple(embed.img_size) if getattr(embed, "strict_img_size", False) else None
     settings = config.evaluation
     named = {

@@ -28,6 +28,7 @@ OWN_NAMES = (
     "last.old",
     "last.tmp",
     "evaluation",
+    "masks",
     "reconstructions",
     "tensorboard",
 )

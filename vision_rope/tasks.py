@@ -1,16 +1,14 @@
 """What a model is trained and judged by: classification, prediction of masked patches, motion in clips.
 
-A task turns batches of the loader into inputs and targets, and knows its loss and its metrics; training and evaluation
-are the same for all of them. A new task is a class here and a line in `create_task`.
+A new task is a class that does what `Task` asks for, and a line in `create_task`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,62 +19,14 @@ from vision_rope.losses import create_loss, masked_loss, motion_loss
 from vision_rope.masking import draw_masks, paste
 from vision_rope.metrics import ClassificationMetrics, MaskedMetrics
 from vision_rope.motion_metrics import MotionMetrics, PlaybackMetrics, reverse_labels
+from vision_rope.segmentation_task import Segmentation
 from vision_rope.sizes import format_size
+from vision_rope.task_protocol import Batch, Metrics, Task
 
 if TYPE_CHECKING:
     from vision_rope.data.clips import Clips
 
-
-@dataclass(frozen=True)
-class Batch:
-    """What the model gets, and what its outputs are compared with."""
-
-    inputs: tuple[Tensor, ...]
-    targets: Any
-
-
-class Metrics(Protocol):
-    """Figures of a model, added up batch by batch."""
-
-    def update(self, outputs: Tensor, targets: Any) -> None: ...
-
-    def compute(self) -> dict[str, Any]: ...
-
-
-class Task(Protocol):
-    """What training and evaluation ask a task for.
-
-    Attributes:
-        headline: keys of the metrics that a line of the log shows.
-        clip_factor: how many times the frames that a model is to see a clip of the evaluation is taken with.
-    """
-
-    headline: tuple[str, ...]
-    clip_factor: int
-
-    def train_batch(self, images: Tensor | Clips, labels: Tensor, seed: int) -> Batch:
-        """A training batch; what is random about it follows from the seed."""
-
-    def eval_batch(self, images: Tensor | Clips, labels: Tensor, places: Tensor | None) -> Batch:
-        """An evaluation batch; what is drawn follows from the images' places in the data set alone."""
-
-    def check_size(self, size: Sequence[int]) -> None:
-        """Refuse a size, (height, width) or (frames, height, width), that the task cannot be done at."""
-
-    def loss(self, outputs: Tensor, targets: Any) -> Tensor:
-        """What is minimised."""
-
-    def count_hits(self, outputs: Tensor, targets: Any) -> Tensor | None:
-        """Number of right answers of a training batch; None where there is no right and wrong."""
-
-    def create_metrics(self, device: torch.device) -> Metrics:
-        """Metrics of an evaluation."""
-
-    def score(self, row: Mapping[str, Any]) -> tuple[float, ...]:
-        """What the best epoch has most of."""
-
-    def draw(self, batch: Batch, outputs: Mapping[str, Tensor], path: Path) -> Path | None:
-        """A picture of predictions by name; None where there is nothing to be seen."""
+__all__ = ["Batch", "Classification", "MaskedPrediction", "Metrics", "Motion", "Playback", "Task", "create_task"]
 
 
 class Classification:
@@ -84,6 +34,7 @@ class Classification:
 
     headline: tuple[str, ...] = ("top1", "auroc", "nll")
     clip_factor = 1
+    pictures: str | None = None
 
     def __init__(self, num_classes: int, loss: LossConfig | None = None, augment: AugmentConfig | None = None) -> None:
         from vision_rope.data import Mixing
@@ -159,6 +110,7 @@ class MaskedPrediction:
 
     headline: tuple[str, ...] = ("r2", "mse")
     clip_factor = 1
+    pictures: str | None = "reconstructions"
 
     def __init__(
         self,
@@ -259,6 +211,7 @@ class Motion:
 
     headline: tuple[str, ...] = ("direction", "way", "speed", "nll")
     clip_factor = 1
+    pictures: str | None = None
 
     def __init__(self, num_speeds: int) -> None:
         self._num_speeds = num_speeds
@@ -373,4 +326,7 @@ def create_task(config: TrainConfig, num_classes: int, patch_size: Sequence[int]
         return MaskedPrediction(config.masked, whole, mean=data.mean, std=data.std, seed=data.split_seed)
     if config.task == "motion":
         return Motion(config.motion.num_speeds)
+    if config.task == "segmentation":
+        assert config.video.num_frames is not None, "the configuration was checked: objects are followed in clips"
+        return Segmentation(config.segmenter, config.video.num_frames, mean=config.data.mean, std=config.data.std)
     return Classification(num_classes, config.loss, config.augment)

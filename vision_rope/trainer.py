@@ -20,7 +20,7 @@ from vision_rope.config import TrainConfig, load_config, to_yaml
 from vision_rope.optimization import create_optimizer, create_schedule
 from vision_rope.parallel import Distributed, choose_device, choose_precision, distributed
 from vision_rope.points import Point, format_point
-from vision_rope.preparation import build_start, check_sweep, create_loaders
+from vision_rope.preparation import build_start, check_sweep, create_loaders, divisor_of
 from vision_rope.progress import show_progress, summarise
 from vision_rope.results import describe_clip_counts
 from vision_rope.rules import check_config
@@ -121,8 +121,7 @@ class Trainer:
         self.schedule = create_schedule(
             self.optimizer, config.schedule, lr=config.optimizer.lr, updates_per_epoch=self.updates_per_epoch
         )
-        patch_size = tuple(self.model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
-        self.task = create_task(config, len(self.classes), patch_size)
+        self.task = create_task(config, len(self.classes), divisor_of(self.model))
         self.sizes = training_sizes(config.data)
         self.noun = "images" if config.video.num_frames is None else "clips"
         # Without the warm-up of the decay a short run's average would still hold its random first weights.
@@ -137,7 +136,8 @@ class Trainer:
         if config.run.compile:
             # In place: the names of the parameters stay as they are.
             self.model.compile()
-        self.wrapped = world.wrap(self.model)
+        # Each kind of prompt goes through layers of its own.
+        self.wrapped = world.wrap(self.model, find_unused=config.task == "segmentation")
         self._first_bad = torch.full((), -1, device=world.device)
 
     def fit(self) -> RunResult:
@@ -302,9 +302,9 @@ class Trainer:
             for sentence in describe_clip_counts([told]):
                 self.folder.log(f"validation: {sentence}")
         self.validated = True
-        if self.world.is_main and meter.first is not None:
+        if self.world.is_main and meter.first is not None and self.task.pictures is not None:
             batch, outputs = meter.first
-            picture = self.folder.path / "reconstructions" / f"epoch-{epoch + 1:04d}.png"
+            picture = self.folder.path / self.task.pictures / f"epoch-{epoch + 1:04d}.png"
             self.task.draw(batch, {"predicted": outputs}, picture)
         return {f"val_{key}": row[key] for key in row if key not in ("images_per_second", "peak_memory_mb")}
 
@@ -371,6 +371,8 @@ class Trainer:
         sizes = format_point(sizes, self.config.video.num_frames, self.config.video.fps)
         if self.config.task == "masked":
             return f"{masked.ratio:.0%} of the patches hidden, {sizes}"
+        if self.config.task == "segmentation":
+            return f"up to {self.config.objects.num_objects} objects, {sizes}"
         return f"{len(self.classes)} classes, {sizes}"
 
     def _describe(self) -> str:

@@ -16,13 +16,18 @@ def describe_position(model: nn.Module) -> dict[str, str]:
     """Metadata of a model's weights: position encoding, its options and, of a rotary one, the pairing."""
     from vision_rope.convert.pairing import pairing_of
 
-    backbone: Any = getattr(model, "encoder", model)
+    backbone = backbone_of(model)
     described = {
         "position": getattr(backbone, "position_name", None),
         "encoding": _describe_encoding(getattr(backbone, "position", None)),
         "pairing": pairing_of(model),
     }
     return {key: value for key, value in described.items() if value is not None}
+
+
+def backbone_of(model: Any) -> Any:
+    """The part of a model that has the position encoding: of a masked one its encoder, of a segmenter its backbone."""
+    return getattr(model, "encoder", getattr(model, "backbone", model))
 
 
 def _describe_encoding(encoding: Any) -> str | None:
@@ -50,7 +55,7 @@ def _describe_encoding(encoding: Any) -> str | None:
 
 def warn_of_another_kind(model: Any, metadata: Mapping[str, str], path: str | Path) -> None:
     """Weights fit a model of another encoding or attention name by name, so that nothing else would tell."""
-    backbone = getattr(model, "encoder", model)
+    backbone = backbone_of(model)
     trained, own = metadata.get("position"), getattr(backbone, "position_name", None)
     if own is None and trained not in (None, "learned"):
         warnings.warn(
