@@ -8,6 +8,7 @@ from vision_rope.data.decode import BrokenFileError, BrokenImageError, decode_im
 from vision_rope.data.decode_video import BrokenVideoError, decode_frames, list_frames
 from vision_rope.data.loader import DeviceLoader, create_loader
 from vision_rope.data.sources import ImageSource, IterableSource
+from vision_rope.data.streams import BrokenStreamError, FrameSizeError, FrameStream, StreamFrame, open_stream
 from vision_rope.data.video_datasets import CLIP_DATASETS
 
 __all__ = [
@@ -15,21 +16,26 @@ __all__ = [
     "DATASETS",
     "BrokenFileError",
     "BrokenImageError",
+    "BrokenStreamError",
     "BrokenVideoError",
     "Clip",
     "ClipSampling",
     "ClipSource",
     "Clips",
     "DeviceLoader",
+    "FrameSizeError",
+    "FrameStream",
     "ImageSource",
     "IterableSource",
     "Mixing",
+    "StreamFrame",
     "create_loader",
     "decode_frames",
     "decode_image",
     "eval_transform",
     "list_frames",
     "open_dataset",
+    "open_stream",
     "resize_batch",
     "take_evenly",
     "train_transform",

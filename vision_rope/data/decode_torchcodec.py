@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vision_rope.data.clips import Clip
-from vision_rope.data.decode_video import Choose, decode_frames, list_packets, open_video, pick_frames, to_seconds
+from vision_rope.data.decode_video import (
+    Choose,
+    VideoFile,
+    decode_frames,
+    list_packets,
+    open_video,
+    pick_frames,
+    to_seconds,
+)
 
 # Seconds that a frame's time may differ by from the one asked for.
 SAME_TIME = 1e-4
@@ -22,7 +32,7 @@ def load_torchcodec(device: str = "cpu") -> Any:
         ValueError: where there is no such device.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("video.decoder is nvdec, but there is no NVIDIA GPU here; choose pyav or torchcodec")
+        raise ValueError("decoder nvdec needs an NVIDIA GPU, and there is none here; choose pyav or torchcodec")
     try:
         from torchcodec.decoders import VideoDecoder
 
@@ -34,8 +44,8 @@ def load_torchcodec(device: str = "cpu") -> Any:
         if isinstance(error, RuntimeError) and "libtorchcodec" not in str(error):
             return VideoDecoder
         raise ModuleNotFoundError(
-            "video.decoder torchcodec needs the package torchcodec, of the version that belongs to this torch, and "
-            f"shared libraries of FFmpeg ({str(error).splitlines()[0]}); video.decoder pyav brings its own",
+            "decoder torchcodec needs the package torchcodec, of the version that belongs to this torch, and "
+            f"shared libraries of FFmpeg ({str(error).splitlines()[0]}); decoder pyav brings its own",
             name="torchcodec",
         ) from error
     return VideoDecoder
@@ -72,3 +82,30 @@ def decode_by_torchcodec(path: str | Path, choose: Choose, device: str = "cpu") 
 def decode_by_nvdec(path: str | Path, choose: Choose) -> tuple[Clip, str | None]:
     """Decode as `decode_by_torchcodec` does, by the current NVIDIA GPU."""
     return decode_by_torchcodec(path, choose, device="cuda")
+
+
+def frames_by_torchcodec(
+    file: VideoFile, stream: int, device: str
+) -> Generator[tuple[Tensor, float | None], None, None]:
+    """Decode a file from its first frame to its last, which damage makes the one before it; damage is noted.
+
+    Args:
+        file: whose path is read.
+        stream: which of its streams.
+        device: cpu, or cuda for NVDEC; the frames stay there.
+
+    Shapes:
+        uint8 (3, height, width), with seconds
+
+    Raises: as `load_torchcodec`.
+    """
+    build = load_torchcodec(device)
+    try:
+        # Exact: the packets are listed first, which needs no decoding, so that every frame has its own time.
+        decoder = build(file.path, stream_index=stream, device=device, num_ffmpeg_threads=1, seek_mode="exact")
+        for number in range(len(decoder)):
+            frame = decoder.get_frame_at(number)
+            yield frame.data, float(frame.pts_seconds)
+    except (RuntimeError, ValueError) as error:
+        # Behind names of C++ functions and files.
+        file.note(str(error).strip().split("\n")[0].split(", ")[-1])
