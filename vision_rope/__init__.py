@@ -43,6 +43,15 @@ if TYPE_CHECKING:
     from vision_rope.rope import Rope, extend
     from vision_rope.rope_presets import preset, presets
     from vision_rope.rotation import Rotation, pairing_permutation, rotate, rotate_qkv
+    from vision_rope.segmenter import (
+        BoxPrompt,
+        MaskPrompt,
+        PointPrompt,
+        SegmenterState,
+        VideoSegmenter,
+        create_segmenter,
+        to_sam2,
+    )
     from vision_rope.video.vit import video_vit
 
 __version__ = "0.1.0"
@@ -81,23 +90,37 @@ _HOMES = {
         "VideoMemory",
         "replace_memory_attention",
     ),
+    "segmenter": (
+        "BoxPrompt",
+        "MaskPrompt",
+        "PointPrompt",
+        "SegmenterState",
+        "VideoSegmenter",
+        "create_segmenter",
+        "to_sam2",
+    ),
     "video.vit": ("video_vit",),
     "checkpoint": ("load_model", "load_run", "save_model"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "BoxPrompt",
     "Image",
+    "MaskPrompt",
     "MemoryAttention",
     "MemoryBank",
     "MemoryEncoder",
     "MemoryEntry",
     "MemoryPolicy",
+    "PointPrompt",
     "Rope",
     "Rotation",
+    "SegmenterState",
     "Text",
     "Video",
     "VideoMemory",
+    "VideoSegmenter",
     "add_position",
     "attend",
     "attend_packed",
@@ -105,6 +128,7 @@ __all__ = [
     "centred_positions",
     "convert_pairing",
     "create_model",
+    "create_segmenter",
     "crop_positions",
     "extend",
     "forward_packed",
@@ -126,6 +150,7 @@ __all__ = [
     "save_model",
     "set_extension",
     "timm_state_dict",
+    "to_sam2",
     "video_vit",
     "with_prefix",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vision_rope.attention import attend
 from vision_rope.memory.folded import MemoryPart, average_memory
+from vision_rope.rope import ExtensionChoice
 from vision_rope.rope_presets import preset
 from vision_rope.rotation import Rotation, rotate
 from vision_rope.turning import is_eager, is_unobserved
@@ -224,6 +225,7 @@ class MemoryAttention(nn.Module):
         )
         self.norm = nn.LayerNorm(dim)
         self.rope: Any = preset("sam2", head_dim=dim // num_heads, base=base)
+        self.extension: ExtensionChoice | None = None
 
     def forward(
         self,
@@ -295,6 +297,22 @@ class MemoryAttention(nn.Module):
             x = layer(x, rotation, [*narrow, *self._prepared_parts(prepared, rotations, index)])
         return self.norm(x)
 
+    def set_extension(self, method: str, train_size: Grid, **knobs: Any) -> None:
+        """Choose the context extension for grids larger than the trained one; "none" switches it off.
+
+        Methods that also change the temperature of the softmax change the angles alone here.
+
+        Args:
+            train_size: (rows, columns) of the trained grid.
+
+        Raises: ValueError for an unknown method or option.
+        """
+        larger = [2 * length for length in train_size]
+        extension = self.rope.extension_for(method, train_size=train_size, size=larger, **knobs)
+        if extension is not None and extension.attention_scale != 1.0:
+            knobs = {**knobs, "temperature": 0}
+        self.extension = None if method == "none" else (method, tuple(train_size), knobs)
+
     def prepare_keys(self, entry: MemoryEntry) -> tuple[Tensor, ...]:
         """Rotated keys of a stored frame in every layer, without its age, which changes with every frame.
 
@@ -308,7 +326,7 @@ class MemoryAttention(nn.Module):
     def _rotation(self, grid: Grid, device: torch.device) -> Rotation:
         if not isinstance(grid, Sequence) or len(grid) != 2:
             raise ValueError(f"grid is {grid!r}; it must be (rows, columns) of a frame's tokens, for instance (36, 64)")
-        return self.rope.grid_rotations(*grid, device=device)[0]
+        return self.rope.grid_rotations(*grid, extension=self.extension, device=device)[0]
 
     def _start(self, tokens: Tensor, tokens_pos: Tensor | None, grid: Grid) -> Tensor:
         """What enters the first layer."""

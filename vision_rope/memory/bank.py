@@ -5,10 +5,11 @@ Adding and removing give a new bank that shares its tensors with the old one, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from vision_rope.memory.attention import Grid
@@ -59,6 +60,17 @@ class StoredFrame:
     mask_quality: Tensor | None = field(default=None, repr=False)
     keys: PreparedKeys | None = field(default=None, repr=False)
 
+    def split(self) -> list[StoredFrame]:
+        """The memory of each object of a batch, without prepared keys."""
+        scores, qualities = (
+            [None] * len(self.features) if x is None else x.reshape(-1).split(1)
+            for x in (self.object_score, self.mask_quality)
+        )
+        return [
+            replace(self, features=features, object_score=score, mask_quality=quality, keys=None)
+            for features, score, quality in zip(self.features.split(1), scores, qualities, strict=True)
+        ]
+
 
 @dataclass(frozen=True, eq=False)
 class StoredPointer:
@@ -70,6 +82,10 @@ class StoredPointer:
     number: int
     pointer: Tensor = field(repr=False)
     prompted: bool = False
+
+    def split(self) -> list[StoredPointer]:
+        """The pointer of each object of a batch."""
+        return [replace(self, pointer=pointer) for pointer in self.pointer.split(1)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +164,12 @@ class MemoryBank:
             raise ValueError(f"frame {number} is not in the bank, which has {stored}")
         return replace(self, frames=frames, pointers=pointers)
 
+    def reverse(self) -> MemoryBank:
+        """A bank for tracking backwards: what was stored last is read as the most recent by frames before it."""
+        frames = tuple(replace(stored, number=-stored.number) for stored in self.frames[::-1])
+        pointers = tuple(replace(stored, number=-stored.number) for stored in self.pointers[::-1])
+        return replace(self, frames=frames, pointers=pointers)
+
     def select_frames(self, number: int, *, num_ages: int = 7) -> list[tuple[StoredFrame, int]]:
         """Stored frames that a frame reads, each with the row of its age."""
         tracked = [stored for stored in self.frames if not stored.prompted]
@@ -175,6 +197,16 @@ class MemoryBank:
         by_number = {stored.number: stored for stored in self.pointers}
         return [(by_number[chosen], age) for chosen, age in selected]
 
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What banks must have in common to be joined: the same frames and pointers, stored alike."""
+        frames = tuple(
+            (one.number, one.grid, one.prompted, one.distractor, one.features.dtype, one.features.shape[2:])
+            for one in self.frames
+        )
+        scored = tuple((one.object_score is None, one.mask_quality is None) for one in self.frames)
+        return self.policy, frames, scored, tuple((one.number, one.prompted) for one in self.pointers)
+
     def tensors(self) -> list[Tensor]:
         """Everything that is stored."""
         tensors = [pointer.pointer for pointer in self.pointers]
@@ -194,6 +226,38 @@ class MemoryBank:
         # Of several objects in a batch the worst one counts.
         scores = (None if x is None else float(x.detach().min()) for x in (frame.object_score, frame.mask_quality))
         return passes(self.policy.gate, *scores)
+
+
+def join_banks(banks: Sequence[MemoryBank]) -> MemoryBank:
+    """The banks of several objects as the bank of a batch of them, without prepared keys.
+
+    Raises: ValueError where their layouts differ.
+    """
+    first = banks[0]
+    if len(banks) == 1:
+        return first
+    if any(bank.layout != first.layout for bank in banks):
+        raise ValueError("banks have stored different frames or pointers; only those of one layout can be joined")
+    frames = tuple(
+        replace(
+            same[0],
+            features=torch.cat([one.features for one in same]),
+            object_score=_join_scores([one.object_score for one in same]),
+            mask_quality=_join_scores([one.mask_quality for one in same]),
+            keys=None,
+        )
+        for same in zip(*(bank.frames for bank in banks), strict=True)
+    )
+    pointers = tuple(
+        replace(same[0], pointer=torch.cat([one.pointer for one in same]))
+        for same in zip(*(bank.pointers for bank in banks), strict=True)
+    )
+    return replace(first, frames=frames, pointers=pointers)
+
+
+def _join_scores(scores: Sequence[Tensor | None]) -> Tensor | None:
+    present = [score.reshape(-1) for score in scores if score is not None]
+    return torch.cat(present) if present else None
 
 
 Stored = TypeVar("Stored", bound=StoredFrame | StoredPointer)

@@ -3,24 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-
-class PointerProjection(nn.Module):
-    """Perceptron that makes an object pointer of a token of the mask decoder."""
-
-    def __init__(self, dim: int, depth: int = 3) -> None:
-        super().__init__()
-        self.layers: Any = nn.ModuleList(nn.Linear(dim, dim) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shapes: (batch, dim) -> the same."""
-        for layer in self.layers[:-1]:
-            x = layer(x).relu()
-        return self.layers[-1](x)
+from torch import Tensor
 
 
 def is_there(object_score: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from vision_rope.memory.attention import Grid, MemoryAttention, MemoryEntry
 from vision_rope.memory.bank import MemoryBank, PreparedKeys, Stamp, StoredFrame, StoredPointer
 from vision_rope.memory.encoder import MemoryEncoder
-from vision_rope.memory.pointers import PointerProjection, is_there, pointer_tokens
+from vision_rope.memory.perceptron import Perceptron
+from vision_rope.memory.pointers import is_there, pointer_tokens
 from vision_rope.memory.sine import sine_1d, sine_2d
 
 Version = Literal["2.0", "2.1"]
@@ -78,7 +79,7 @@ class VideoMemory(nn.Module):
         # In every checkpoint and read by none of the published configurations.
         self.no_mem_pos_enc = _embedding(1, 1, dim)
         self.no_obj_ptr = _embedding(1, dim)
-        self.obj_ptr_proj = PointerProjection(dim)
+        self.obj_ptr_proj = Perceptron(dim, dim, dim, dim)
         newer = version == "2.1"
         self.register_parameter("no_obj_embed_spatial", _embedding(1, memory_dim) if newer else None)
         self.obj_ptr_tpos_proj = nn.Linear(dim, memory_dim) if newer else None
@@ -130,13 +131,46 @@ class VideoMemory(nn.Module):
         """A bank with the memory of a frame and the masks found on it.
 
         Args:
+            object_score, mask_quality, prompted, distractor, binarize, dtype: as of `encode_frame`.
+            prepare: compute keys now and not on each read, which takes four times the memory; on a CPU reading them
+                takes as long as making them. Never done while gradients are on.
+
+        Shapes: as of `encode_frame`
+        """
+        frame = self.encode_frame(
+            number,
+            features,
+            mask_logits,
+            object_score=object_score,
+            mask_quality=mask_quality,
+            prompted=prompted,
+            distractor=distractor,
+            binarize=binarize,
+            dtype=dtype,
+        )
+        return bank.add_frame(self._with_keys(frame) if prepare else frame)
+
+    def encode_frame(
+        self,
+        number: int,
+        features: Tensor,
+        mask_logits: Tensor,
+        *,
+        object_score: Tensor | None = None,
+        mask_quality: Tensor | None = None,
+        prompted: bool = False,
+        distractor: bool = False,
+        binarize: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> StoredFrame:
+        """The memory of a frame and the masks found on it.
+
+        Args:
             features: of the frame, before any memory was read.
             object_score: logit that the object is there; it is there when not given.
             mask_quality, prompted, distractor: as in `StoredFrame`.
             binarize: as in `MemoryEncoder`.
             dtype: to store the memory in, that of the weights when not given; SAM 2 has bfloat16.
-            prepare: compute keys now and not on each read, which takes four times the memory; on a CPU reading them
-                takes as long as making them. Never done while gradients are on.
 
         Shapes: features (batch or 1, dim, h, w), mask_logits (batch, 1, 16 * h, 16 * w), scores (batch) or (batch, 1)
         """
@@ -145,7 +179,7 @@ class VideoMemory(nn.Module):
             missing = ~is_there(object_score)
             memory = memory + missing[..., None].to(memory) * self.no_obj_embed_spatial
         rows, columns = features.shape[-2:]
-        frame = StoredFrame(
+        return StoredFrame(
             number=number,
             features=memory.to(dtype or memory.dtype).contiguous(),
             grid=(rows, columns),
@@ -154,12 +188,20 @@ class VideoMemory(nn.Module):
             object_score=object_score,
             mask_quality=mask_quality,
         )
-        return bank.add_frame(self._with_keys(frame) if prepare else frame)
 
     def store_pointer(
         self, bank: MemoryBank, number: int, mask_token: Tensor, object_score: Tensor, *, prompted: bool = False
     ) -> MemoryBank:
         """A bank with the object pointer of a frame.
+
+        Args, Shapes: as of `make_pointer`
+        """
+        return bank.add_pointer(self.make_pointer(number, mask_token, object_score, prompted=prompted))
+
+    def make_pointer(
+        self, number: int, mask_token: Tensor, object_score: Tensor, *, prompted: bool = False
+    ) -> StoredPointer:
+        """The object pointer of a frame.
 
         Args:
             mask_token: output token of the mask decoder for the mask that was chosen.
@@ -168,8 +210,7 @@ class VideoMemory(nn.Module):
         Shapes: mask_token (batch, dim), object_score (batch) or (batch, 1)
         """
         pointer = self.obj_ptr_proj(mask_token.to(self.no_obj_ptr.dtype))
-        pointer = torch.where(is_there(object_score), pointer, self.no_obj_ptr)
-        return bank.add_pointer(StoredPointer(number, pointer, prompted))
+        return StoredPointer(number, torch.where(is_there(object_score), pointer, self.no_obj_ptr), prompted)
 
     def prepare_keys(self, bank: MemoryBank) -> MemoryBank:
         """A bank whose frames all have keys of the present weights; the same bank while gradients are on."""

@@ -1,0 +1,21 @@
+"""A streaming video segmenter in the style of SAM 2: points, boxes or masks in a frame, masks in all that follow."""
+
+from vision_rope.segmenter.building import create_segmenter
+from vision_rope.segmenter.prompts import BoxPrompt, MaskPrompt, PointPrompt
+from vision_rope.segmenter.sam2_weights import load_sam2, to_sam2
+from vision_rope.segmenter.segmenter import FrameOutput, FrameSizeError, VideoSegmenter
+from vision_rope.segmenter.state import SegmenterState, TrackedObject
+
+__all__ = [
+    "BoxPrompt",
+    "FrameOutput",
+    "FrameSizeError",
+    "MaskPrompt",
+    "PointPrompt",
+    "SegmenterState",
+    "TrackedObject",
+    "VideoSegmenter",
+    "create_segmenter",
+    "load_sam2",
+    "to_sam2",
+]
