@@ -26,7 +26,8 @@ from vision_rope.config import (
 )
 from vision_rope.data import ClipSampling, open_dataset
 from vision_rope.data.clips import Clips
-from vision_rope.data.motion import DIRECTIONS, MotionSource, draw_shape, list_speeds, move_over
+from vision_rope.data.cutouts import draw_shape
+from vision_rope.data.motion import DIRECTIONS, MotionSource, list_speeds, move_over
 from vision_rope.data.sources import ImageSource
 from vision_rope.losses import motion_loss
 from vision_rope.motion_metrics import NUM_DIRECTIONS, STANDING_STILL, MotionMetrics, PlaybackMetrics, reverse_labels
@@ -162,7 +163,7 @@ def test_the_middle_of_the_clip_has_the_object_in_view_even_where_it_leaves():
 def test_shapes_are_closed_smooth_and_within_their_radius():
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
-        shape = draw_shape(64, 0.3, torch.tensor([0.4, 0.6]), generator)
+        shape = draw_shape((64, 64), 0.3, torch.tensor([0.4, 0.6]), generator)
         pixels = (torch.arange(64) + 0.5) / 64
         distance = torch.hypot(pixels - 0.4, pixels[:, None] - 0.6)
         assert not shape[distance > 0.3 * 1.01 + 1 / 64].any()

@@ -245,6 +245,8 @@ def open_split(data: DataConfig, split: Literal["train", "validation"], made: Tr
         skip_broken=video.broken == "skip",
         decoder=video.decoder,
         motion=made.motion,
+        objects=made.objects,
+        size=largest_size(data),
     )
 
 

@@ -7,6 +7,8 @@ from vision_rope.data.datasets import DATASETS, open_dataset, take_evenly
 from vision_rope.data.decode import BrokenFileError, BrokenImageError, decode_image
 from vision_rope.data.decode_video import BrokenVideoError, decode_frames, list_frames
 from vision_rope.data.loader import DeviceLoader, create_loader
+from vision_rope.data.segmented_augment import segmented_eval_transform, segmented_train_transform
+from vision_rope.data.segmented_clips import SegmentedClip, SegmentedClips, SegmentedSource
 from vision_rope.data.sources import ImageSource, IterableSource
 from vision_rope.data.streams import BrokenStreamError, FrameSizeError, FrameStream, StreamFrame, open_stream
 from vision_rope.data.video_datasets import CLIP_DATASETS
@@ -28,6 +30,9 @@ __all__ = [
     "ImageSource",
     "IterableSource",
     "Mixing",
+    "SegmentedClip",
+    "SegmentedClips",
+    "SegmentedSource",
     "StreamFrame",
     "create_loader",
     "decode_frames",
@@ -37,6 +42,8 @@ __all__ = [
     "open_dataset",
     "open_stream",
     "resize_batch",
+    "segmented_eval_transform",
+    "segmented_train_transform",
     "take_evenly",
     "train_transform",
 ]

@@ -10,17 +10,22 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from vision_rope.config import MotionConfig
+from vision_rope.config import MotionConfig, ObjectsConfig
 from vision_rope.data.clip_sampling import ClipSampling
 from vision_rope.data.clips import ClipSource
 from vision_rope.data.folders import Part, Split, choose_items, hold_out, list_files, list_images
 from vision_rope.data.motion import MotionSource
+from vision_rope.data.pseudo_videos import PseudoVideoSource
+from vision_rope.data.segmented_clips import check_no_rate, open_davis
 from vision_rope.data.sources import EvenPart, FileSource, ImageSource, IterableSource
 from vision_rope.data.timm_datasets import TIMM_PREFIXES, open_timm
 from vision_rope.data.video_datasets import CLIP_DATASETS
 from vision_rope.data.video_sources import EvenClips
 
 Source = ImageSource | IterableSource | ClipSource
+
+# Kinds of clips that are made from the photographs of another source.
+MADE_FROM_IMAGES = ("motion", "pseudo")
 
 
 def open_dataset(
@@ -37,13 +42,16 @@ def open_dataset(
     skip_broken: bool = False,
     decoder: str = "pyav",
     motion: MotionConfig | None = None,
+    objects: ObjectsConfig | None = None,
+    size: tuple[int, int] | None = None,
 ) -> Source:
     """Open one split of a data set.
 
     Args:
         source: elpv, folder:PATH, images:PATH (no labels), or a name of timm's: torch/cifar10, hfds/NAME, wds/NAME;
             clips: videos:PATH (a folder or a .csv list), frames:PATH (a folder of images a clip) or motion:SOURCE
-            (made from the photographs of any of those sources of images).
+            (made from the photographs of any of those sources of images); clips of objects: davis:PATH (a folder in
+            the DAVIS layout) or pseudo:SOURCE (made from photographs).
         split: train or validation.
         root: the folder that timm's names are looked up in.
         train_split: what the source itself calls the training split.
@@ -55,6 +63,8 @@ def open_dataset(
         skip_broken: leave clips out that cannot be read, which loaders report; else they are an error.
         decoder: of video files: pyav, torchcodec or nvdec (torchcodec on an NVIDIA GPU, for loaders without workers).
         motion: what moves how in clips of motion:SOURCE; none takes the defaults.
+        objects: how clips of objects are taken or made; none takes the defaults.
+        size: of the frames of pseudo:SOURCE, (height, width), which need it.
 
     Raises:
         ValueError: for an unknown source, an option that the source cannot follow, a folder without images.
@@ -67,7 +77,7 @@ def open_dataset(
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction is {val_fraction}, but it must lie between 0 and 1")
     name, _, path = source.partition(":")
-    if name == "motion":
+    if name in MADE_FROM_IMAGES:
         photographs = open_dataset(
             path,
             split,
@@ -78,22 +88,26 @@ def open_dataset(
             split_seed=split_seed,
             download=download,
         )
+        if name == "pseudo":
+            return open_pseudo(photographs, sampling, objects or ObjectsConfig(), size)
         return open_motion(photographs, sampling, motion or MotionConfig())
-    if name not in CLIP_DATASETS and (sampling is not None or skip_broken):
+    gives_clips = name in CLIP_DATASETS or name == "davis"
+    if not gives_clips and (sampling is not None or skip_broken):
         raise ValueError(
             f"sampling and skip_broken are for clips, but {source} gives images; choose "
-            f"{', '.join(f'{entry}:PATH' for entry in CLIP_DATASETS)} or motion:SOURCE, or leave them out"
+            f"{', '.join(f'{entry}:PATH' for entry in (*CLIP_DATASETS, 'davis'))}, motion:SOURCE or pseudo:SOURCE, or "
+            "leave them out"
         )
     if source.split("/")[0] in TIMM_PREFIXES and "/" in source:
         own_split = train_split if split == "train" else val_split
         return open_timm(source, own_split, root=root, is_training=split == "train", seed=split_seed, download=download)
-    if name not in DATASETS and name not in CLIP_DATASETS:
-        known = [*DATASETS, *CLIP_DATASETS, "motion", *(f"{prefix}/" for prefix in TIMM_PREFIXES)]
+    if name not in DATASETS and not gives_clips:
+        known = [*DATASETS, *CLIP_DATASETS, "davis", *MADE_FROM_IMAGES, *(f"{prefix}/" for prefix in TIMM_PREFIXES)]
         close = difflib.get_close_matches(name.split("/")[0], [entry.strip("/") for entry in known], n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(
             f"data source {source!r} is unknown; choose elpv, folder:PATH, images:PATH, videos:PATH, frames:PATH, "
-            "motion:SOURCE, or a name of timm's beginning with "
+            "motion:SOURCE, davis:PATH, pseudo:SOURCE, or a name of timm's beginning with "
             f"{', '.join(f'{prefix}/' for prefix in TIMM_PREFIXES)}{hint}"
         )
     if root is not None:
@@ -101,9 +115,11 @@ def open_dataset(
     if download:
         raise ValueError(f"download is on, but {source} is not downloaded; leave it off")
     part = Part(split, train_split, val_split, val_fraction, split_seed)
-    if name in CLIP_DATASETS:
+    if gives_clips:
         if sampling is None:
             raise ValueError(f"{source} gives clips, which need sampling: how many frames (video.num_frames)")
+        if name == "davis":
+            return open_davis(path, part, sampling, objects or ObjectsConfig(), skip_broken)
         return CLIP_DATASETS[name](path, part, sampling, skip_broken, decoder)
     return DATASETS[name](path, part)
 
@@ -166,21 +182,44 @@ def open_motion(photographs: Source, sampling: ClipSampling | None, motion: Moti
     Raises:
         ValueError: for photographs without random access, clips of no length and frames of no rate.
     """
-    if not isinstance(photographs, ImageSource):
-        kind = "a stream, which has no photograph number 5" if isinstance(photographs, IterableSource) else "clips"
+    images, sampling = _check_photographs("motion", photographs, sampling)
+    if sampling.fps is None:
         raise ValueError(
-            f"motion:{photographs.name} is to be made from photographs, but {photographs.name} gives {kind}; choose "
-            "motion:folder:PATH, motion:images:PATH or another source of images"
+            f"motion:{images.name} can be made at any rate, so fps must say which; give video.fps, for instance 8"
+        )
+    return MotionSource(images, motion, num_frames=sampling.num_frames, fps=sampling.fps)
+
+
+def open_pseudo(
+    photographs: Source, sampling: ClipSampling | None, objects: ObjectsConfig, size: tuple[int, int] | None
+) -> PseudoVideoSource:
+    """Make clips of objects from photographs.
+
+    Raises:
+        ValueError: for photographs without random access, clips of no length and no size, and a rate.
+    """
+    images, sampling = _check_photographs("pseudo", photographs, sampling)
+    check_no_rate(f"pseudo:{images.name}", sampling.fps)
+    if size is None:
+        raise ValueError(f"pseudo:{images.name} is made at any size, so size must say which; give (height, width)")
+    return PseudoVideoSource(images, sampling.num_frames, objects, size)
+
+
+def _check_photographs(
+    kind: str, photographs: Source, sampling: ClipSampling | None
+) -> tuple[ImageSource, ClipSampling]:
+    """Refuse what no clips can be made from."""
+    if not isinstance(photographs, ImageSource):
+        found = "a stream, which has no photograph number 5" if isinstance(photographs, IterableSource) else "clips"
+        raise ValueError(
+            f"{kind}:{photographs.name} is to be made from photographs, but {photographs.name} gives {found}; choose "
+            f"{kind}:folder:PATH, {kind}:images:PATH or another source of images"
         )
     if sampling is None:
         raise ValueError(
-            f"motion:{photographs.name} gives clips, which need sampling: how many frames (video.num_frames)"
+            f"{kind}:{photographs.name} gives clips, which need sampling: how many frames (video.num_frames)"
         )
-    if sampling.fps is None:
-        raise ValueError(
-            f"motion:{photographs.name} can be made at any rate, so fps must say which; give video.fps, for instance 8"
-        )
-    return MotionSource(photographs, motion, num_frames=sampling.num_frames, fps=sampling.fps)
+    return photographs, sampling
 
 
 def take_evenly(dataset: Source, count: int | None) -> Source:

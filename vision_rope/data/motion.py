@@ -10,17 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vision_rope.config import MotionConfig
-from vision_rope.data.augment import eval_transform
 from vision_rope.data.clips import Clip, ClipSource
+from vision_rope.data.cutouts import SmallPhotographs, draw_shape
 from vision_rope.data.randomness import derive_seed
 from vision_rope.data.sources import ImageSource
 
 # Clockwise, 45 degrees apart; the opposite of one is four further on.
 DIRECTIONS = ("right", "down right", "down", "down left", "left", "up left", "up", "up right")
-# Width of an object's soft edge in pixels.
-SOFT_EDGE = 2.0
-# Small photographs that a process keeps, in bytes.
-CACHE_BYTES = 256 * 2**20
 
 
 class MotionSource(ClipSource):
@@ -42,10 +38,9 @@ class MotionSource(ClipSource):
         self._photographs = photographs
         self._object_size = motion.object_size
         self._background = motion.background
-        self._size = motion.size
+        self._size = (motion.size, motion.size)
         self._seconds = torch.arange(num_frames, dtype=torch.float64) / fps
-        self._shrink = eval_transform(motion.size, interpolation="bilinear")
-        self._cache: dict[int, Tensor] = {}
+        self._small = SmallPhotographs(photographs, self._size)
 
     def sampled(self, num_frames: int, fps: float | None) -> MotionSource:
         """The same motion at other times; see `ClipSource.sampled`."""
@@ -79,42 +74,15 @@ class MotionSource(ClipSource):
         # As much of the way as possible has the object's centre in the picture, by half a radius and more.
         room = (0.5 - 0.5 * radius - away[-1].abs()).clamp(min=0)
         middle = 0.5 + room * (2 * torch.rand(2, generator=generator) - 1)
-        background = self._photograph(index) * self._background
-        frames = move_over(self._photograph(other), shape, background, middle + away - origin)
+        background = self._small[index] * self._background
+        frames = move_over(self._small[other], shape, background, middle + away - origin)
         return Clip(frames, self._seconds.clone()), label
-
-    def _photograph(self, index: int) -> Tensor:
-        """A photograph's middle square, uint8 (3, size, size)."""
-        if (kept := self._cache.get(index)) is not None:
-            return kept
-        photograph = self._shrink(self._photographs[index][0])
-        if (len(self._cache) + 1) * photograph.numel() <= CACHE_BYTES:
-            self._cache[index] = photograph
-        return photograph
 
 
 def list_speeds(motion: MotionConfig) -> list[float]:
     """The speeds, in widths of the picture a second, in equal ratios."""
     ratio = (motion.fastest / motion.slowest) ** (1 / (motion.num_speeds - 1))
     return [motion.slowest * ratio**place for place in range(motion.num_speeds)]
-
-
-def draw_shape(size: int, radius: float, centre: Tensor, generator: torch.Generator) -> Tensor:
-    """How much of each pixel a smooth closed shape covers, between 0 and 1.
-
-    Its border's distance from the centre is the radius and a few waves of random strength.
-
-    Shapes: centre (2,) as x, y -> (size, size)
-    Units: radius and centre as shares of the size
-    """
-    strength, phase = torch.rand(2, 4, generator=generator)
-    pixels = (torch.arange(size) + 0.5) / size
-    x, y = pixels - centre[0], pixels[:, None] - centre[1]
-    waves = torch.arange(2, 6)[:, None, None]
-    turn = torch.atan2(y, x) * waves + math.tau * phase[:, None, None]
-    # At most as far out as the radius says.
-    border = radius * (0.75 + (strength[:, None, None] * torch.cos(turn) / (4 * waves)).sum(0))
-    return ((border - torch.hypot(x, y)) * size / SOFT_EDGE + 0.5).clamp(0, 1)
 
 
 def move_over(photograph: Tensor, shape: Tensor, background: Tensor, offsets: Tensor) -> Tensor:
