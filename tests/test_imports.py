@@ -62,6 +62,7 @@ ORDER = [
     "segmentation_metrics",
     "parallel",
     "weight_metadata",
+    "model_building",
     "checkpoint",
     "first_weights",
     "segmenter_loading",

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from vision_rope import checkpoint, first_weights
+from vision_rope import first_weights
 from vision_rope.config import TrainConfig
+from vision_rope.model_building import build_model
 from vision_rope.parallel import Distributed
 from vision_rope.points import Point, check_fps, check_frames, create_points
 from vision_rope.sizes import check_sizes, format_size, largest_size, parse_sizes, pixel_size, training_sizes
@@ -37,7 +38,10 @@ def create_loaders(config: TrainConfig, world: Distributed) -> tuple[list[str], 
     val_set = data.take_evenly(val_set, config.evaluation.max_images)
     if list(train_set.classes) != list(val_set.classes):
         raise ValueError(f"data.source {section.source}: the splits have different classes")
-    train_transform = data.train_transform(
+    create_train, create_eval = data.train_transform, data.eval_transform
+    if config.task == "segmentation":
+        create_train, create_eval = data.segmented_train_transform, data.segmented_eval_transform
+    train_transform = create_train(
         largest_size(section),
         crop=augment.crop,
         scale=augment.scale,
@@ -49,7 +53,7 @@ def create_loaders(config: TrainConfig, world: Distributed) -> tuple[list[str], 
         color_jitter=augment.color_jitter,
         interpolation=section.interpolation,
     )
-    eval_transform = data.eval_transform(
+    eval_transform = create_eval(
         section.size, crop_pct=config.evaluation.crop_pct, interpolation=section.interpolation
     )
     train_loader, val_loader = (
@@ -90,10 +94,10 @@ def count_classes(config: TrainConfig) -> int:
 def build_start(config: TrainConfig, num_classes: int) -> nn.Module:
     """Create the model with its first weights: fresh, timm's, or those of `model.checkpoint`."""
     if config.model.checkpoint is None:
-        return checkpoint.build_model(config, num_classes)
+        return build_model(config, num_classes)
     if config.model.pretrained:
         raise ValueError("model.pretrained and model.checkpoint exclude each other; give one of them")
-    model = checkpoint.build_model(config, num_classes)
+    model = build_model(config, num_classes)
     first_weights.load_start(model, config.model.checkpoint)
     return model
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import vision_rope
-from vision_rope.checkpoint import build_model, load_run, write_whole
+from vision_rope.checkpoint import load_run, write_whole
 from vision_rope.config import TrainConfig, VideoConfig, load_yaml
 from vision_rope.data import IterableSource, create_loader, eval_transform
 from vision_rope.data.randomness import derive_seed, isolated_randomness
@@ -22,6 +22,7 @@ from vision_rope.evaluate import choose_data
 from vision_rope.extension_text import parse_extension
 from vision_rope.feature_classifiers import check_neighbours, fit_best, knn_votes
 from vision_rope.metrics import ClassificationMetrics
+from vision_rope.model_building import build_model
 from vision_rope.parallel import choose_precision, distributed
 from vision_rope.points import Point
 from vision_rope.results import METRICS, UNTRAINED, Row, write_csv

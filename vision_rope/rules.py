@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from vision_rope import flags
-from vision_rope.config import CLIP_SOURCES, TrainConfig
+from vision_rope.config import CLIP_SOURCES, SEGMENTED_SOURCES, TrainConfig
+
+# A segmenter looks at one frame after the other, and is judged on whole videos.
+WITHOUT_EFFECT_ON_SEGMENTATION = [
+    *(f"video.{name}" for name in ("fps", "tubelet", "attention", "causal", "positions_per_second")),
+    *(f"evaluation.{name}" for name in ("sizes", "frames", "fps", "extend")),
+    *("model.keep_absolute", "optimizer.layer_decay"),
+]
+
+SEGMENTER_WIDTHS = ("dim", "memory_dim", "depth", "mlp_dim", "num_heads")
+SEGMENTER_WEIGHTS = ("focal", "dice", "quality", "presence")
 
 
 def check_config(config: TrainConfig) -> None:
@@ -119,7 +129,7 @@ def _word(value: Any) -> str:
 def _video_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
     """Rules of clips; without them the section video would have no effect."""
     video, fresh = config.video, TrainConfig()
-    gives_clips = config.data.source.partition(":")[0] in CLIP_SOURCES
+    gives_clips = config.data.source.partition(":")[0] in (*CLIP_SOURCES, *SEGMENTED_SOURCES)
     clip_sources = ", ".join(f"{source}:" for source in CLIP_SOURCES)
     if video.num_frames is None:
         keys = [key for key in flags.leaves(TrainConfig) if key.startswith("video.") and key != "video.num_frames"]
@@ -135,7 +145,7 @@ def _video_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
         ("video.tubelet", video.tubelet >= 1, "must be at least 1"),
         (
             "video.num_frames",
-            video.tubelet < 1 or video.num_frames % video.tubelet == 0,
+            video.tubelet < 1 or video.num_frames % video.tubelet == 0 or config.task == "segmentation",
             f"must be a multiple of video.tubelet = {video.tubelet}, the frames of a step",
         ),
         (
@@ -175,7 +185,7 @@ def _video_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
 def _task_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
     """Rules of the task: what belongs to another one would have no effect."""
     masked, motion, fresh = config.masked, config.motion, TrainConfig()
-    others = {"loss": "classification", "masked": "masked"}
+    others = {"loss": "classification", "masked": "masked", "segmenter": "segmentation", "objects": "segmentation"}
     without_effect = [
         key for key in flags.leaves(TrainConfig) if others.get(key.partition(".")[0], config.task) != config.task
     ]
@@ -224,6 +234,9 @@ def _task_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
         ]
     if config.task == "motion":
         rules += _motion_rules(config)
+    if config.task == "segmentation":
+        without_effect += WITHOUT_EFFECT_ON_SEGMENTATION
+    rules += _segmentation_rules(config)
     about = f"task {config.task}" + (f", masked.encoder {masked.encoder}" if config.task == "masked" else "")
     rules += [
         (
@@ -259,4 +272,34 @@ def _motion_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
             augment.crop != "random-resized",
             "would change the speed that is to be told; with task motion it must be resize or simple",
         ),
+    ]
+
+
+def _segmentation_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
+    """Rules of task segmentation, and of the clips that it takes alone."""
+    section, source = config.segmenter, config.data.source
+    sources = ", ".join(f"{name}:" for name in SEGMENTED_SOURCES)
+    gives_objects = source.partition(":")[0] in SEGMENTED_SOURCES
+    if config.task != "segmentation":
+        return [
+            ("data.source", not gives_objects, "gives clips with the masks of objects, for task segmentation alone")
+        ]
+    return [
+        ("data.source", gives_objects, f"has no masks of objects, which task segmentation needs; choose {sources}"),
+        (
+            "video.num_frames",
+            config.video.num_frames is not None and config.video.num_frames >= 2,
+            "must be at least 2 with task segmentation: one that shows the objects and one to find them in",
+        ),
+        ("augment.erasing", config.augment.erasing == 0, "would hide objects that are to be found; set it to 0"),
+        *((f"segmenter.{name}", getattr(section, name) >= 1, "must be at least 1") for name in SEGMENTER_WIDTHS),
+        ("segmenter.dropout", 0 <= section.dropout < 1, "must be at least 0 and below 1"),
+        ("segmenter.mask_prompts", 0 <= section.mask_prompts <= 1, "is a share: 0 to 1"),
+        (
+            "segmenter.box_prompts",
+            0 <= section.box_prompts <= 1 - section.mask_prompts,
+            f"is a share of what segmenter.mask_prompts = {section.mask_prompts:g} leaves",
+        ),
+        *((f"segmenter.{name}", getattr(section, name) >= 0, "must not be negative") for name in SEGMENTER_WEIGHTS),
+        ("segmenter.dice", section.focal + section.dice > 0, "must be positive where segmenter.focal is 0"),
     ]

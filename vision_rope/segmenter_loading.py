@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from vision_rope.checkpoint import build_model, load_run, load_strictly, load_weights
+from vision_rope.checkpoint import load_run, load_strictly, load_weights
 from vision_rope.config import from_yaml
 from vision_rope.memory.selection import MemoryPolicy
+from vision_rope.model_building import build_model
 from vision_rope.segmenter import VideoSegmenter
 from vision_rope.segmenter.sam2_weights import is_sam2, load_sam2, read_checkpoint
 

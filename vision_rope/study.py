@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
-from vision_rope.checkpoint import build_model, find_last, write_whole
+from vision_rope.checkpoint import find_last, write_whole
 from vision_rope.config import to_yaml
+from vision_rope.model_building import build_model
 from vision_rope.points import point_of
 from vision_rope.references import create_references
 from vision_rope.results import Row, without_classes
