@@ -36,7 +36,7 @@ Masks = dict[int, Tensor]
 
 
 class FrameOutput(NamedTuple):
-    """What a segmenter says of the objects of a frame in training.
+    """What a segmenter says of the objects of a frame in training: masks of absent ones too, which scores decide.
 
     Shapes: logits (objects, candidates, h, w) at four times the grid, qualities (objects, candidates), scores (objects)
     """
@@ -51,10 +51,13 @@ class Found(NamedTuple):
 
     Attributes:
         pointer_scores: logits that the object is there, of what its pointer says.
+        offered: logits of the candidates before those of absent objects were emptied: what training compares, since an
+            emptied mask has no gradient, and a model that takes all for absent would not learn any.
     """
 
     candidates: Candidates
     pointer_scores: Tensor
+    offered: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +170,16 @@ class VideoSegmenter(nn.Module):
         trunk = self.backbone.trunk
         if isinstance(getattr(trunk, "position", None), Rope):
             trunk.set_extension(method, train_size, **knobs)
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that no optimizer should decay: those of the backbone."""
+        trunk = self.backbone.trunk
+        names = trunk.no_weight_decay() if hasattr(trunk, "no_weight_decay") else set()
+        return {f"backbone.trunk.{name}" for name in names}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute activations of the backbone in the backward pass."""
+        self.backbone.trunk.set_grad_checkpointing(enable)
 
     def start(self, num_frames: int | None = None) -> SegmenterState:
         """The state before the first frame of a video.
@@ -314,7 +327,7 @@ class VideoSegmenter(nn.Module):
             candidates = found.candidates
             stored, pointer = self._store(features, found, number, prompted=number == 0)
             bank = bank.add_frame(stored).add_pointer(pointer)
-            outputs.append(FrameOutput(candidates.logits, candidates.qualities, candidates.scores.flatten()))
+            outputs.append(FrameOutput(found.offered, candidates.qualities, candidates.scores.flatten()))
         return outputs
 
     def look(self, frames: Tensor) -> Pyramid:
@@ -451,7 +464,8 @@ class VideoSegmenter(nn.Module):
         cut = None if mask_logits is None else mask_logits.clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
         # One click can mean a thing or its part; without prompts memory can be unsure.
         found = self._ask(seen, features, points, labels, cut, ambiguous=num_points <= 1)
-        return Found(found, found.scores)
+        shown = torch.where(found.scores[..., None, None] > 0, found.logits, NOTHING)
+        return Found(found._replace(logits=shown), found.scores, found.logits)
 
     def _take_mask(self, features: Pyramid, mask: Tensor) -> Found:
         """A mask prompt as the result; the decoder is asked for the pointer alone.
@@ -470,7 +484,7 @@ class VideoSegmenter(nn.Module):
         scores = torch.where(there, SURE, -SURE).to(logits)
         candidates = Candidates(logits, torch.ones_like(scores), read.tokens[:, :1], scores)
         # The pointer says that the object is there where both the mask and the decoder find it.
-        return Found(candidates, torch.minimum(scores, read.scores))
+        return Found(candidates, torch.minimum(scores, read.scores), logits)
 
     def _ask(
         self,
@@ -483,7 +497,7 @@ class VideoSegmenter(nn.Module):
         ambiguous: bool,
     ) -> Candidates:
         grid = (seen.shape[-2], seen.shape[-1])
-        found = self.mask_decoder(
+        return self.mask_decoder(
             seen + self.prompt_encoder.embed_masks(mask_logits, grid),
             self.prompt_encoder.grid_embedding(grid),
             self.prompt_encoder.embed_points(points, labels),
@@ -491,7 +505,6 @@ class VideoSegmenter(nn.Module):
             features.fine,
             ambiguous=ambiguous,
         )
-        return found._replace(logits=torch.where(found.scores[..., None, None] > 0, found.logits, NOTHING))
 
     def _store(
         self, features: Pyramid, found: Found, number: int, *, prompted: bool
