@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -38,9 +39,9 @@ def create_loaders(config: TrainConfig, world: Distributed) -> tuple[list[str], 
     val_set = data.take_evenly(val_set, config.evaluation.max_images)
     if list(train_set.classes) != list(val_set.classes):
         raise ValueError(f"data.source {section.source}: the splits have different classes")
-    create_train, create_eval = data.train_transform, data.eval_transform
-    if config.task == "segmentation":
-        create_train, create_eval = data.segmented_train_transform, data.segmented_eval_transform
+    has_ids = config.task == "segmentation"
+    create_train: Callable[..., Any] = data.segmented_train_transform if has_ids else data.train_transform
+    create_eval: Callable[..., Any] = data.segmented_eval_transform if has_ids else data.eval_transform
     train_transform = create_train(
         largest_size(section),
         crop=augment.crop,
