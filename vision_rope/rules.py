@@ -19,6 +19,11 @@ WITHOUT_EFFECT_ON_SEGMENTATION = [
 
 SEGMENTER_WIDTHS = ("dim", "memory_dim", "depth", "mlp_dim", "num_heads")
 SEGMENTER_WEIGHTS = ("focal", "dice", "quality", "presence")
+# Keys of clips of objects that any source follows, and those that davis:PATH alone does.
+OBJECTS_OF_ALL = ("objects.num_objects",)
+OBJECTS_OF_DAVIS = ("objects.stride", "objects.reverse", "objects.clips_per_video")
+MOVEMENTS = ("speed", "turn", "growth", "elastic", "drift")
+CHANCES = ("regions", "look_alikes", "occluders", "hide", "blur")
 
 
 def check_config(config: TrainConfig) -> None:
@@ -236,7 +241,7 @@ def _task_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
         rules += _motion_rules(config)
     if config.task == "segmentation":
         without_effect += WITHOUT_EFFECT_ON_SEGMENTATION
-    rules += _segmentation_rules(config)
+    rules += _segmentation_rules(config) + _objects_rules(config)
     about = f"task {config.task}" + (f", masked.encoder {masked.encoder}" if config.task == "masked" else "")
     rules += [
         (
@@ -303,3 +308,36 @@ def _segmentation_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
         *((f"segmenter.{name}", getattr(section, name) >= 0, "must not be negative") for name in SEGMENTER_WEIGHTS),
         ("segmenter.dice", section.focal + section.dice > 0, "must be positive where segmenter.focal is 0"),
     ]
+
+
+def _objects_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
+    """Rules of clips of objects: what belongs to the other kind of source would have no effect."""
+    objects, fresh = config.objects, TrainConfig()
+    if config.task != "segmentation":
+        return []
+    kind = config.data.source.partition(":")[0]
+    least, most = objects.object_size
+    rules = [
+        ("objects.num_objects", 1 <= objects.num_objects <= 254, "must lie between 1 and 254"),
+        ("objects.stride", objects.stride >= 1, "must be at least 1; 1 leaves no frame out"),
+        ("objects.clips_per_video", objects.clips_per_video >= 1, "must be at least 1"),
+        ("objects.object_size", 0 < least <= most < 1, "must rise within 0 to 1, both left out"),
+        ("objects.noise", 0 <= objects.noise <= 1, "must lie between 0 and 1"),
+        *((f"objects.{name}", getattr(objects, name) >= 0, "must not be negative") for name in MOVEMENTS),
+        *((f"objects.{name}", 0 <= getattr(objects, name) <= 1, "is a probability: 0 to 1") for name in CHANCES),
+        (
+            "objects.hide",
+            objects.hide in (0, fresh.objects.hide) or config.video.num_frames != 2,
+            "would have no effect with video.num_frames = 2, between which there is none; leave it out",
+        ),
+    ]
+    rules += [
+        (
+            key,
+            flags.get(config, key) == flags.get(fresh, key),
+            f"would have no effect with data.source {config.data.source}; leave it out",
+        )
+        for key in flags.leaves(TrainConfig)
+        if key.startswith("objects.") and key not in OBJECTS_OF_ALL and (key in OBJECTS_OF_DAVIS) != (kind == "davis")
+    ]
+    return rules

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vision_rope.checkpoint import load_run, load_strictly, load_weights
-from vision_rope.config import CLIP_SOURCES, DataConfig, TrainConfig
+from vision_rope.config import CLIP_SOURCES, SEGMENTED_SOURCES, DataConfig, TrainConfig
 from vision_rope.data import ClipSampling, open_dataset, take_evenly
 from vision_rope.data.motion import list_speeds
 from vision_rope.results import UNTRAINED
@@ -251,7 +251,15 @@ def open_split(data: DataConfig, split: Literal["train", "validation"], made: Tr
 
 
 def _check_kind(config: TrainConfig, source: str) -> None:
-    """Refuse images for a run on clips, and clips for a run on images."""
+    """Refuse images for a run on clips, clips for a run on images, and objects for a run that follows none."""
+    gives_objects = source.partition(":")[0] in SEGMENTED_SOURCES
+    if config.task == "segmentation" and not gives_objects:
+        names = ", ".join(f"{name}:" for name in SEGMENTED_SOURCES)
+        raise ValueError(f"the run follows objects, but {source} has no masks of objects; choose {names}")
+    if config.task != "segmentation" and gives_objects:
+        raise ValueError(f"{source} gives clips with the masks of objects, for runs of task segmentation alone")
+    if config.task == "segmentation":
+        return
     gives_clips = source.partition(":")[0] in CLIP_SOURCES
     if config.video.num_frames is not None and not gives_clips:
         names = ", ".join(f"{name}:" for name in CLIP_SOURCES)
