@@ -5,6 +5,7 @@ from vision_rope.segmenter.prompts import BoxPrompt, MaskPrompt, PointPrompt
 from vision_rope.segmenter.sam2_weights import load_sam2, to_sam2
 from vision_rope.segmenter.segmenter import FrameOutput, FrameSizeError, VideoSegmenter
 from vision_rope.segmenter.state import SegmenterState, TrackedObject
+from vision_rope.segmenter.state_files import load_state, save_state
 
 __all__ = [
     "BoxPrompt",
@@ -17,5 +18,7 @@ __all__ = [
     "VideoSegmenter",
     "create_segmenter",
     "load_sam2",
+    "load_state",
+    "save_state",
     "to_sam2",
 ]

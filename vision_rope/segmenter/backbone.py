@@ -30,7 +30,7 @@ class VitBackbone(nn.Module):
     """A vision transformer, whose one grid is brought to finer ones, with details from the frame itself.
 
     Args:
-        trunk: a timm model with patches, as `vision_rope.create_model` gives it.
+        trunk: a timm model with patches, as `vision_rope.create_model` gives it; it loses its classifier.
         dim: channels of the features.
 
     Raises: ValueError for a model without a single square patch.
@@ -43,6 +43,7 @@ class VitBackbone(nn.Module):
         rows, columns = trunk.patch_embed.patch_size
         if rows != columns:
             raise ValueError(f"the backbone has patches of {rows}x{columns} pixels; a segmenter needs square ones")
+        trunk.reset_classifier(0)
         self.trunk = trunk
         self.stride = int(rows)
         width = trunk.num_features
@@ -66,7 +67,10 @@ class VitBackbone(nn.Module):
         tokens = self.trunk.forward_intermediates(frames, indices=1, norm=True, intermediates_only=True)[-1]
         size = [MASK_STRIDE * cells for cells in tokens.shape[-2:]]
         if frames.shape[-2:] != torch.Size(size):
-            frames = functional.interpolate(frames, size=size, mode="bilinear", align_corners=False, antialias=True)
+            resized = functional.interpolate(
+                frames.float(), size=size, mode="bilinear", align_corners=False, antialias=True
+            )
+            frames = resized.to(frames.dtype)
         return Pyramid(self.coarse(tokens), self.middle(tokens), self.fine(tokens) + self.details(frames))
 
 
@@ -74,7 +78,7 @@ class PyramidBackbone(nn.Module):
     """A hierarchical model with strides 4, 8, 16 and 32, such as SAM 2's Hiera, and SAM 2's feature pyramid.
 
     Args:
-        trunk: a timm model.
+        trunk: a timm model; it loses its classifier.
         dim: channels of the features.
 
     Raises: ValueError for a model of other strides.

@@ -22,6 +22,7 @@ def create_segmenter(
     *,
     position: str = "rope-vit-axial",
     position_options: dict[str, Any] | None = None,
+    model_options: dict[str, Any] | None = None,
     pretrained: bool = False,
     dim: int = 256,
     memory_dim: int = 64,
@@ -36,14 +37,14 @@ def create_segmenter(
     mean: Sequence[float] = (0.485, 0.456, 0.406),
     std: Sequence[float] = (0.229, 0.224, 0.225),
     policy: MemoryPolicy | None = None,
-    **timm_options: Any,
 ) -> VideoSegmenter:
     """A video segmenter on a backbone; its memory and its decoder start with random weights.
 
     Args:
         model: of `create_model` or timm, or timm's name of one: a vision transformer, which gets the position encoding,
             or a hierarchical model with strides 4, 8, 16 and 32, such as sam2_hiera_tiny, which keeps its own.
-        position, position_options, pretrained, timm_options: of the backbone, as of `create_model`.
+        position, position_options, pretrained: of the backbone, as of `create_model`.
+        model_options: of timm.create_model for the backbone: img_size, embed_dim, depth, ...
         dim: channels of the features that memory and decoder read.
         memory_dim: channels of a stored frame.
         depth, mlp_dim, num_heads, dropout: of memory attention.
@@ -56,7 +57,12 @@ def create_segmenter(
     Raises: ValueError for an unknown name, a model without such features, or widths that do not fit.
     """
     backbone = create_backbone(
-        model, dim, position=position, position_options=position_options, pretrained=pretrained, **timm_options
+        model,
+        dim,
+        position=position,
+        position_options=position_options,
+        pretrained=pretrained,
+        **(model_options or {}),
     )
     attention = MemoryAttention(dim, memory_dim, depth, mlp_dim, num_heads, dropout=dropout)
     policy = policy or MemoryPolicy()

@@ -93,7 +93,8 @@ def read_frame(frame: Any, device: torch.device) -> Tensor:
                 f"frame has shape {array.shape}; an array must be (height, width, 3) in RGB, a tensor (3, height, "
                 "width)"
             )
-        x = torch.from_numpy(np.ascontiguousarray(array)).permute(2, 0, 1)
+        # A copy: arrays of pictures and videos are often not writable, which torch warns of.
+        x = torch.from_numpy(np.array(array)).permute(2, 0, 1)
     if x.ndim != 3 or x.shape[0] != 3 or 0 in x.shape:
         raise ValueError(
             f"frame has shape {tuple(x.shape)}; a tensor must be (3, height, width) in RGB, an array (height, width, 3)"

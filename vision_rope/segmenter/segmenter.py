@@ -472,14 +472,14 @@ class VideoSegmenter(nn.Module):
 
         Shapes: mask (objects, 1, 16 * h, 16 * w), 0 or 1
         """
-        mask = mask.to(self.mask_downsample.weight.dtype)
+        dtype = self.mask_downsample.weight.dtype
         height, width = (side * MASK_CELLS // MASK_STRIDE for side in mask.shape[-2:])
         logits = functional.interpolate(
             (2 * mask - 1) * SURE, size=(height, width), mode="bilinear", align_corners=False, antialias=True
-        )
+        ).to(dtype)
         seen = features.coarse.expand(len(mask), -1, -1, -1)
         points, labels = _no_points(seen)
-        read = self._ask(seen, features, points, labels, self.mask_downsample(mask), ambiguous=False)
+        read = self._ask(seen, features, points, labels, self.mask_downsample(mask.to(dtype)), ambiguous=False)
         there = mask.flatten(1).any(1, keepdim=True)
         scores = torch.where(there, SURE, -SURE).to(logits)
         candidates = Candidates(logits, torch.ones_like(scores), read.tokens[:, :1], scores)
