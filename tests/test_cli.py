@@ -20,7 +20,7 @@ from vision_rope import probe as probing
 HEAVY = ("torch", "timm", "matplotlib", "torchmetrics", "tensorboard", "ultralytics", "torchvision")
 
 
-@pytest.mark.parametrize("words", [[], ["evaluate"], ["probe"], ["inspect"], ["train"], ["presets"]])
+@pytest.mark.parametrize("words", [[], ["evaluate"], ["track"], ["probe"], ["inspect"], ["train"], ["presets"]])
 def test_help_is_quick_and_loads_nothing_heavy(words: list[str]) -> None:
     code = (
         "import sys, vision_rope.cli as cli\n"
@@ -46,7 +46,7 @@ def test_help_is_quick_and_loads_nothing_heavy(words: list[str]) -> None:
         (["evaluate"], "required: RUN_OR_TIMM_NAME"),
         (
             ["evalute", "run"],
-            "the commands are train, study, evaluate, probe, inspect, benchmark, presets; did you mean evaluate?",
+            "the commands are train, study, evaluate, track, probe, inspect, benchmark, presets; did you mean evaluate?",
         ),
         (["evaluate", "vit_tiny_patch16_224", "--data", "folder:/no/such/folder"], "/no/such/folder"),
         (["evaluate", "vit_tiny_patch16_224", "--data", "elpv", "--sizes", "64,big"], "size is 'big'"),

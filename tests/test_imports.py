@@ -86,6 +86,8 @@ ORDER = [
     "progress",
     "video_writer",
     "tracking_output",
+    "track_prompts",
+    "track",
     "trainer",
     "study_plan",
     "study_results",
@@ -93,6 +95,7 @@ ORDER = [
     "study",
     "benchmark",
     "cli_parser",
+    "cli_track",
     "cli",
 ]
 # Knows the home of every public name, and loads it when it is asked for.

@@ -1,4 +1,4 @@
-"""The command `vision-rope`: train, study, evaluate, probe, inspect, benchmark, presets."""
+"""The command `vision-rope`: train, study, evaluate, track, probe, inspect, benchmark, presets."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vision_rope.cli_parser import Parser
+from vision_rope.cli_track import add_track
 
 # The rooms behind the commands load torch and timm, which takes seconds; they are imported where they are used, so
 # that --help and mistyped flags answer at once.
@@ -22,6 +23,7 @@ EXAMPLES = """examples:
   vision-rope evaluate vit_small_patch16_rope_224 --pretrained --data folder:imagenet --sizes 224,288,384
   vision-rope evaluate runs/clips --frames 8,16,32 --fps 2,4 --sizes 96,128
   vision-rope study --config configs/study.yaml
+  vision-rope track dog.mp4 --weights sam2.1_hiera_tiny.pt --point 640,360
   vision-rope probe runs/default --weights best,untrained
   vision-rope inspect vit_small_patch16_rope_224 --size 448,448
   vision-rope benchmark rotate --shapes S1 --sections forward,overwrite
@@ -97,6 +99,7 @@ def _build_parser() -> Parser:
     commands.add_parser("train", help="train a model from a YAML file and flags, then evaluate it", add_help=False)
     commands.add_parser("study", help="train position encodings side by side and compare them", add_help=False)
     _add_evaluate(commands)
+    add_track(commands)
     _add_probe(commands)
     _add_inspect(commands)
     _add_benchmark(commands)

@@ -1,11 +1,11 @@
-"""The progress bar of an epoch, and its line in the log."""
+"""Progress bars: of an epoch, with its line in the log, and of a stream of frames."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -13,6 +13,8 @@ from vision_rope.results import Row
 
 if TYPE_CHECKING:
     from vision_rope.data import DeviceLoader
+
+Item = TypeVar("Item")
 
 # Seconds between new figures: in a terminal, and where every one of them makes a line of a file.
 TERMINAL_SECONDS = 0.5
@@ -69,6 +71,32 @@ def show_progress(
                 )
                 bar.set_postfix_str(", ".join(figures), refresh=False)
             bar.update()
+
+
+def show_frames(frames: Iterable[Item], *, total: int | None, enabled: bool) -> Iterable[Item]:
+    """Pass frames through under a bar with frames a second, below 1 too.
+
+    Args:
+        total: as far as it is known; streams may end before it or after it.
+    """
+    from tqdm import tqdm
+
+    is_terminal = sys.stderr.isatty()
+    interval = TERMINAL_SECONDS if is_terminal else FILE_SECONDS
+    bar = "{n_fmt} frames [{elapsed}, {rate_noinv_fmt}]"
+    if total is not None:
+        bar = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} frames [{elapsed}<{remaining}, {rate_noinv_fmt}]"
+    return tqdm(
+        frames,
+        total=total,
+        unit=" frames",
+        bar_format=bar,
+        mininterval=interval,
+        delay=0 if is_terminal else interval,
+        leave=False,
+        dynamic_ncols=is_terminal,
+        disable=not enabled,
+    )
 
 
 def summarise(row: Row, epochs: int, is_best: bool, headline: Sequence[str], noun: str) -> str:
