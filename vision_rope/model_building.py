@@ -112,12 +112,15 @@ def _build_video(config: TrainConfig, position: dict[str, Any], chosen: dict[str
 def _build_segmenter(config: TrainConfig, position: dict[str, Any], chosen: dict[str, Any]) -> Any:
     """A backbone for frames and what follows objects behind it, at the scale that it is trained at."""
     import vision_rope
+    from vision_rope.convert import FAMILIES, create_timm_model
 
     size, section = largest_size(config.data), config.segmenter
+    name, options = position["position"], position["position_options"]
+    model = create_timm_model(config.model.name, name, options, **chosen)
+    if type(model) in FAMILIES:
+        model = vision_rope.add_position(model, name, keep_absolute=position["keep_absolute"], **options)
     return vision_rope.create_segmenter(
-        config.model.name,
-        position=position["position"],
-        position_options=position["position_options"],
+        model,
         dim=section.dim,
         memory_dim=section.memory_dim,
         depth=section.depth,
@@ -128,5 +131,4 @@ def _build_segmenter(config: TrainConfig, position: dict[str, Any], chosen: dict
         train_size=size,
         mean=config.data.mean,
         std=config.data.std,
-        **chosen,
     )

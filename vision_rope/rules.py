@@ -14,7 +14,7 @@ from vision_rope.config import CLIP_SOURCES, SEGMENTED_SOURCES, TrainConfig
 WITHOUT_EFFECT_ON_SEGMENTATION = [
     *(f"video.{name}" for name in ("fps", "tubelet", "attention", "causal", "positions_per_second")),
     *(f"evaluation.{name}" for name in ("sizes", "frames", "fps", "extend")),
-    *("model.keep_absolute", "optimizer.layer_decay"),
+    "optimizer.layer_decay",
 ]
 
 SEGMENTER_WIDTHS = ("dim", "memory_dim", "depth", "mlp_dim", "num_heads")
