@@ -336,7 +336,7 @@ def test_points_and_masks_go_and_come_back() -> None:
     places = framing.lay_points(torch.tensor([[0.0, 0.0], [99.0, 59.0]]))
     assert_close(places, torch.tensor([[0.5 / 112, 0.5 / 64], [99.5 / 112, 59.5 / 64]]))
     mask = disk(60, 100, 40, 30, 20)[None]
-    laid = framing.lay_mask(mask, 16)
+    laid = framing.lay_mask(mask, (4, 7))
     assert laid.shape == (1, 1, 64, 112)
     assert torch.equal(laid[0, 0, :60, :100] > 0, mask[0])
     assert not laid[0, 0, 60:].any()
@@ -518,8 +518,12 @@ def test_other_backbones(name: str, options: dict[str, Any]) -> None:
         pytest.skip(f"this timm has no {name}")
     segmenter = vr.create_segmenter(name, model_options=options, **SMALL).eval()
     height, width = 2 * segmenter.stride, 3 * segmenter.stride
-    _, found = follow(segmenter, frames(2, height, width), {0: {1: vr.PointPrompt([(20, 20)])}})
+    _, found = follow(
+        segmenter, frames(2, height, width), {0: {1: vr.PointPrompt([(20, 20)]), 2: vr.MaskPrompt(disk(height, width))}}
+    )
     assert found[1][1].shape == (height, width)
+    inside, whole = found[0][2] > 0, disk(height, width)
+    assert (inside & whole).sum() / (inside | whole).sum() > 0.8
 
 
 def test_models_that_give_no_features() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vision_rope.memory.attention import Grid
 from vision_rope.memory.encoder import MASK_STRIDE, ChannelNorm
 
 # Strides of the stages of a hierarchical model, the finest first: the third one is the memory's.
@@ -25,9 +26,18 @@ class Pyramid(NamedTuple):
     middle: Tensor
     fine: Tensor
 
+    @property
+    def grid(self) -> Grid:
+        """(rows, columns) of the coarse features."""
+        return self.coarse.shape[-2], self.coarse.shape[-1]
+
 
 class VitBackbone(nn.Module):
     """A vision transformer, whose one grid is brought to finer ones, with details from the frame itself.
+
+    Attributes:
+        stride: the sides of frames are multiples of it, in pixels.
+        cell: pixels along the side of a cell of the coarse grid.
 
     Args:
         trunk: a timm model with patches, as `vision_rope.create_model` gives it; it loses its classifier.
@@ -45,7 +55,7 @@ class VitBackbone(nn.Module):
             raise ValueError(f"the backbone has patches of {rows}x{columns} pixels; a segmenter needs square ones")
         trunk.reset_classifier(0)
         self.trunk = trunk
-        self.stride = int(rows)
+        self.stride = self.cell = int(rows)
         width = trunk.num_features
         self.coarse = nn.Sequential(nn.Conv2d(width, dim, 1), ChannelNorm(dim))
         self.middle = nn.ConvTranspose2d(width, dim, 2, stride=2)
@@ -86,6 +96,7 @@ class PyramidBackbone(nn.Module):
     """
 
     stride = STAGE_STRIDES[-1]
+    cell = STAGE_STRIDES[-2]
 
     def __init__(self, trunk: Any, dim: int = 256) -> None:
         super().__init__()

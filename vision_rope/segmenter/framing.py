@@ -54,13 +54,16 @@ class Framing:
         scale = points.new_tensor([self.resized[1] / self.frame[1], self.resized[0] / self.frame[0]])
         return (points * scale + 0.5) / points.new_tensor([self.padded[1], self.padded[0]])
 
-    def lay_mask(self, mask: Tensor, stride: int) -> Tensor:
+    def lay_mask(self, mask: Tensor, grid: Size) -> Tensor:
         """Masks as the memory encoder sees them: 16 cells along an axis for each cell of the grid.
+
+        Args:
+            grid: (rows, columns) of the padded frame.
 
         Shapes: bool (objects, height, width) -> float (objects, 1, 16 * rows, 16 * columns), 0 or 1
         """
         laid = self.lay(mask[:, None].float())
-        size = (self.padded[0] // stride * MASK_STRIDE, self.padded[1] // stride * MASK_STRIDE)
+        size = (MASK_STRIDE * grid[0], MASK_STRIDE * grid[1])
         return (_resize(laid, size) >= 0.5).float()
 
     def lift(self, mask_logits: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class VideoSegmenter(nn.Module):
     """Follows objects through a video from points, a box or a mask: SAM 2's way, on any backbone and any grid.
 
     Args:
-        backbone: gives a `Pyramid` of frames and knows its `stride`.
+        backbone: gives a `Pyramid` of frames and knows its `stride` and `cell`, as `VitBackbone` does.
         image_size: the long side in pixels that frames are resized to; None takes them as they are.
         train_size: (height, width) in pixels that it was trained at, from which context extension counts.
         mean, std: of each channel, by which frames are normalised.
@@ -163,9 +163,7 @@ class VideoSegmenter(nn.Module):
         if train_size is None:
             if self.train_size is None:
                 raise ValueError("train_size is not known of this segmenter; give the grid (rows, columns) of training")
-            # The grid of the memory: 16 pixels a cell where the backbone's own stride is coarser.
-            cell = min(self.stride, MASK_STRIDE)
-            train_size = (self.train_size[0] // cell, self.train_size[1] // cell)
+            train_size = (self.train_size[0] // self.backbone.cell, self.train_size[1] // self.backbone.cell)
         self.memory.memory_attention.set_extension(method, train_size, **knobs)
         trunk = self.backbone.trunk
         if isinstance(getattr(trunk, "position", None), Rope):
@@ -319,7 +317,7 @@ class VideoSegmenter(nn.Module):
             if number > 0:
                 found = self._decode(self._remember(features, bank, number), features)
             elif masks is not None:
-                found = self._take_mask(features, framing.lay_mask(masks > 0, self.stride))
+                found = self._take_mask(features, framing.lay_mask(masks > 0, features.grid))
             else:
                 assert points is not None
                 seen = features.coarse + self._no_memory()
@@ -386,7 +384,7 @@ class VideoSegmenter(nn.Module):
         prompts = [job.prompt for job in jobs]
         if first.prompt is not None and first.prompt.mask is not None:
             laid = [
-                framing.lay_mask(prompt.mask[None].to(self.device), self.stride)  # type: ignore[union-attr, index]
+                framing.lay_mask(prompt.mask[None].to(self.device), features.grid)  # type: ignore[union-attr, index]
                 for framing, prompt in zip(framings, prompts, strict=True)
             ]
             found = self._take_mask(features, torch.cat(laid))
@@ -440,7 +438,7 @@ class VideoSegmenter(nn.Module):
         Shapes: -> (objects, dim, h, w)
         """
         tokens = features.coarse.flatten(2).mT
-        rows, columns = features.coarse.shape[-2:]
+        rows, columns = features.grid
         place = sine_2d(rows, columns, tokens.shape[-1], device=tokens.device)
         seen = self.memory(tokens, bank, number, grid=(rows, columns), tokens_pos=place, num_frames=num_frames)
         return seen.mT.unflatten(-1, (rows, columns))
@@ -496,7 +494,7 @@ class VideoSegmenter(nn.Module):
         *,
         ambiguous: bool,
     ) -> Candidates:
-        grid = (seen.shape[-2], seen.shape[-1])
+        grid = features.grid
         return self.mask_decoder(
             seen + self.prompt_encoder.embed_masks(mask_logits, grid),
             self.prompt_encoder.grid_embedding(grid),
@@ -510,7 +508,7 @@ class VideoSegmenter(nn.Module):
         self, features: Pyramid, found: Found, number: int, *, prompted: bool
     ) -> tuple[StoredFrame, StoredPointer]:
         best = choose_best(found.candidates)
-        rows, columns = features.coarse.shape[-2:]
+        rows, columns = features.grid
         whole = functional.interpolate(
             best.logits, size=(MASK_STRIDE * rows, MASK_STRIDE * columns), mode="bilinear", align_corners=False
         )
