@@ -78,6 +78,8 @@ def open_dataset(
         raise ValueError(f"val_fraction is {val_fraction}, but it must lie between 0 and 1")
     name, _, path = source.partition(":")
     if name in MADE_FROM_IMAGES:
+        if path.partition(":")[0] in (*CLIP_DATASETS, "davis", *MADE_FROM_IMAGES):
+            raise ValueError(_refusal(name, path, "clips"))
         photographs = open_dataset(
             path,
             split,
@@ -210,16 +212,21 @@ def _check_photographs(
 ) -> tuple[ImageSource, ClipSampling]:
     """Refuse what no clips can be made from."""
     if not isinstance(photographs, ImageSource):
-        found = "a stream, which has no photograph number 5" if isinstance(photographs, IterableSource) else "clips"
-        raise ValueError(
-            f"{kind}:{photographs.name} is to be made from photographs, but {photographs.name} gives {found}; choose "
-            f"{kind}:folder:PATH, {kind}:images:PATH or another source of images"
-        )
+        is_stream = isinstance(photographs, IterableSource)
+        found = "a stream, which has no photograph number 5" if is_stream else "clips"
+        raise ValueError(_refusal(kind, photographs.name, found))
     if sampling is None:
         raise ValueError(
             f"{kind}:{photographs.name} gives clips, which need sampling: how many frames (video.num_frames)"
         )
     return photographs, sampling
+
+
+def _refusal(kind: str, source: str, found: str) -> str:
+    return (
+        f"{kind}:{source} is to be made from photographs, but {source} gives {found}; choose {kind}:folder:PATH, "
+        f"{kind}:images:PATH or another source of images"
+    )
 
 
 def take_evenly(dataset: Source, count: int | None) -> Source:
