@@ -304,7 +304,7 @@ def test_tables_and_files_name_the_points(tmp_path: Path) -> None:
 
 def test_the_figure_joins_clips_of_one_size_and_rate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figures: list[Figure] = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
     rows = [
         {
             **Point((side, side), frames, fps).describe((2, 8, 8)),
@@ -337,7 +337,7 @@ def test_the_figure_joins_clips_of_one_size_and_rate(monkeypatch: pytest.MonkeyP
 
 def test_the_figure_joins_no_points_of_different_clips(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figures: list[Figure] = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
     rows = [
         {
             **Point((16, 16), frames, 2.0).describe((2, 8, 8)),

@@ -149,6 +149,7 @@ def _add_evaluate(commands: Any) -> None:
     add("--crop-pct", type=float, help="resize the short side to size / this, then crop the centre [the run's, else 1]")
     add("--batch-size", type=int, help="images a forward pass [the run's own, else 64]")
     add("--max-images", type=int, help="judge by that many images, evenly spread [the run's own, else all]")
+    add("--write-masks", action="store_true", help="of marked videos: write the predicted masks too, as palette PNGs")
     _add_computing(parser)
     run = parser.add_argument_group("run folders")
     run.add_argument(
@@ -275,6 +276,12 @@ def _study(words: Sequence[str]) -> int:
 
 
 def _evaluate(parsed: Any) -> int:
+    from vision_rope.evaluate_videos import follows_objects, run_evaluate
+
+    if follows_objects(parsed.target, parsed.data):
+        return run_evaluate(parsed)
+    if parsed.write_masks:
+        raise ValueError(f"--write-masks is for what follows objects, which {parsed.target} does not; leave it out")
     options = _read_options(parsed.option or [])
     from vision_rope.evaluate import evaluate, format_table
 

@@ -116,6 +116,8 @@ def evaluate(
         raise ValueError(f"there is no run folder {target}; a timm model needs data, for instance folder:PATH")
 
     own = load_yaml(folder / "config.yaml") if is_run else TrainConfig()
+    if own.task == "segmentation":
+        raise ValueError(f"{folder} follows objects, which is judged on whole videos; call evaluate_videos")
     if own.video.num_frames is None:
         refuse_frames(wanted_frames, wanted_fps)
         if skip_broken:

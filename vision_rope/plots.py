@@ -92,7 +92,7 @@ def plot_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None
         frameon=False,
         fontsize=10,
     )
-    _save(figure, Path(path))
+    save_figure(figure, Path(path))
 
 
 def plot_study(rows: Sequence[Mapping[str, Any]], metric: str, path: str | Path) -> None:
@@ -153,7 +153,7 @@ def plot_study(rows: Sequence[Mapping[str, Any]], metric: str, path: str | Path)
         ncols=_legend_columns(figure, len(entries)),
         frameon=False,
     )
-    _save(figure, Path(path))
+    save_figure(figure, Path(path))
 
 
 def plot_images(lines: Mapping[str, Tensor], path: str | Path) -> None:
@@ -176,7 +176,7 @@ def plot_images(lines: Mapping[str, Tensor], path: str | Path) -> None:
             panel.set_yticks([])
             panel.spines[:].set_visible(False)
         line[0].set_ylabel(name, fontsize=8)
-    _save(figure, Path(path))
+    save_figure(figure, Path(path))
 
 
 def plot_inspection(inspection: Inspection, title: str, path: str | Path) -> None:
@@ -195,7 +195,7 @@ def plot_inspection(inspection: Inspection, title: str, path: str | Path) -> Non
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(fontsize=8, frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     figure.suptitle(title, fontsize=11)
-    _save(figure, Path(path))
+    save_figure(figure, Path(path))
 
 
 def _draw_turns(panel: Any, inspection: Inspection) -> None:
@@ -256,7 +256,7 @@ def _legend_columns(figure: Any, entries: int) -> int:
     return max(min(entries, int(figure.get_figwidth() // 1.5)), 1)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     """Write a figure as a whole: a kill leaves the previous one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.stem}.tmp{path.suffix}")

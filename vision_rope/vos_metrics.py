@@ -7,7 +7,7 @@ Pont-Tuset et al., The 2017 DAVIS Challenge (arXiv:1704.00675), semi-supervised.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -166,7 +166,7 @@ def check_ids(ids: Tensor, object_ids: Iterable[int]) -> None:
         )
 
 
-def average_objects(scores: Mapping[object, ObjectScores]) -> dict[str, float]:
+def average_objects(scores: Collection[ObjectScores]) -> dict[str, float]:
     """Mean, recall and decay of J and F over objects, each of which counts the same, and the mean J&F.
 
     Raises:
@@ -176,7 +176,7 @@ def average_objects(scores: Mapping[object, ObjectScores]) -> dict[str, float]:
         raise ValueError("scores is empty, but at least one object must be judged")
     figures = {}
     for measure in ("j", "f"):
-        statistics = [summarise(list(getattr(score, measure).values())) for score in scores.values()]
+        statistics = [summarise(list(getattr(score, measure).values())) for score in scores]
         for name, values in zip(Statistics._fields, zip(*statistics, strict=True), strict=True):
             figures[f"{measure}_{name}"] = sum(values) / len(values)
     return {"j_and_f": (figures["j_mean"] + figures["f_mean"]) / 2, **figures}
