@@ -535,3 +535,36 @@ def test_models_that_give_no_features() -> None:
         vr.create_segmenter(vr.create_model("vit_tiny_patch16_224", **VIT), model_options={"img_size": 64})
     with pytest.raises(ValueError, match="strides"):
         vr.create_segmenter("levit_128s")
+
+
+def resident_memory() -> int:
+    """Bytes of this process in memory now."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmRSS")
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the memory of a process is read from /proc")
+@pytest.mark.parametrize("num_frames", [400, pytest.param(5000, marks=pytest.mark.slow)])
+def test_memory_of_the_process_stays_flat(num_frames: int) -> None:
+    """Failure class 35: an iterator without a length, two objects; resident memory is measured and printed."""
+    torch.manual_seed(0)
+    segmenter = vr.create_segmenter(
+        "vit_tiny_patch16_224", model_options={**VIT, "depth": 1}, **SMALL, decoder_depth=1
+    ).eval()
+    generator = torch.Generator().manual_seed(0)
+    state, _ = segmenter.step(
+        segmenter.start(), torch.zeros(3, 32, 32), {1: vr.PointPrompt([(9, 9)]), 2: vr.BoxPrompt((4, 4, 20, 20))}
+    )
+    measured = {}
+    for number in range(1, num_frames):
+        frame = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8, generator=generator)
+        state, _ = segmenter.step(state, frame)
+        if number == num_frames // 10 or number == num_frames - 1:
+            measured[number] = resident_memory()
+    first, last = measured.values()
+    print({number: f"{size / 2**20:.1f} MiB" for number, size in measured.items()}, f"bank {state.num_bytes()} bytes")
+    # A frame's memory kept for good would be 900 bytes of pointers and memory an object, its pixels 3 kB.
+    assert last - first < 400 * num_frames + 2**20

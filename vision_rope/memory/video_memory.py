@@ -230,8 +230,9 @@ class VideoMemory(nn.Module):
             )
         selected = bank.select_frames(number, num_ages=num_ages)
         frames = self._without_stale_keys([frame for frame, _ in selected])
+        places: dict[Grid, Tensor] = {}
         entries = [
-            replace(self._entry(frame), age=self.maskmem_tpos_enc[row].flatten())
+            replace(self._entry(frame, places), age=self.maskmem_tpos_enc[row].flatten())
             for frame, (_, row) in zip(frames, selected, strict=True)
         ]
         pointers = bank.select_pointers(number, num_frames=num_frames)
@@ -249,19 +250,24 @@ class VideoMemory(nn.Module):
         position = self.obj_ptr_tpos_proj(sine_1d(ages, dim).to(tokens.dtype))
         return MemoryEntry(tokens, None, position.repeat_interleave(dim // memory_dim, dim=0))
 
-    def _entry(self, frame: StoredFrame) -> MemoryEntry:
-        """A stored frame without its age, with its keys where it has some."""
+    def _entry(self, frame: StoredFrame, places: dict[Grid, Tensor]) -> MemoryEntry:
+        """A stored frame without its age, with its keys where it has some.
+
+        Args:
+            places: encodings of the grids of one read, which are computed once.
+        """
         features = frame.features.to(self.maskmem_tpos_enc)
         if frame.keys is not None:
             return MemoryEntry(features, frame.grid, keys=frame.keys.layers)
-        position = sine_2d(*frame.grid, features.shape[-1], device=features.device).to(features)
-        return MemoryEntry(features, frame.grid, position)
+        if frame.grid not in places:
+            places[frame.grid] = sine_2d(*frame.grid, features.shape[-1], device=features.device).to(features)
+        return MemoryEntry(features, frame.grid, places[frame.grid])
 
     def _with_keys(self, frame: StoredFrame) -> StoredFrame:
         frame = replace(frame, keys=None)
         if torch.is_grad_enabled():
             return frame
-        layers = self.memory_attention.prepare_keys(self._entry(frame))
+        layers = self.memory_attention.prepare_keys(self._entry(frame, {}))
         return replace(frame, keys=PreparedKeys(layers, _stamp(frame), self._key_weights()))
 
     def _without_stale_keys(self, frames: list[StoredFrame]) -> list[StoredFrame]:
