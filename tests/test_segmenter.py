@@ -537,6 +537,32 @@ def test_models_that_give_no_features() -> None:
         vr.create_segmenter("levit_128s")
 
 
+def test_weights_over_memory_give_what_attention_gives(segmenter: VideoSegmenter) -> None:
+    """Shares times values, beside what the layer itself computes, whose weights nobody sees."""
+    video = frames(4)
+    state, _ = follow(segmenter, video, {0: {1: PROMPTS["mask"]}})
+    cross = segmenter.memory.memory_attention.layers[-1].cross_attn_image
+    seen: list[Tensor] = []
+    hook = cross.out_proj.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    weights = segmenter.memory_weights(state, 1)
+    hook.remove()
+    assert list(weights) == [0, 1, 2, None]
+    assert all(weights[number].shape == (4, 6, 4, 6) for number in range(3))
+    assert_close(sum(x.flatten(2).sum(-1) for x in weights.values()), torch.ones(4, 6))
+    bank = state.objects[1].before
+    entries = segmenter.memory.read_entries(bank, state.number)
+    values = torch.cat([cross.v_proj(entry.features) for entry in entries], dim=1)[0]
+    shares = torch.cat([x.flatten(2) for x in weights.values()], dim=-1).flatten(0, 1)
+    assert_close(shares @ values, seen[0][0], atol=1e-4, rtol=0)
+    # Which memory is read depends on the query.
+    assert shares.std(0).max() > 1e-3
+    with pytest.raises(ValueError, match="object_id is 2, which is not there"):
+        segmenter.memory_weights(state, 2)
+    first, _ = segmenter.step(segmenter.start(), video[0], {1: PROMPTS["mask"]})
+    with pytest.raises(ValueError, match="found without memory"):
+        segmenter.memory_weights(first, 1)
+
+
 def resident_memory() -> int:
     """Bytes of this process in memory now."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -547,7 +573,7 @@ def resident_memory() -> int:
 
 @pytest.mark.integration
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the memory of a process is read from /proc")
-@pytest.mark.parametrize("num_frames", [400, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_frames", [200, pytest.param(5000, marks=pytest.mark.slow)])
 def test_memory_of_the_process_stays_flat(num_frames: int) -> None:
     """Failure class 35: an iterator without a length, two objects; resident memory is measured and printed."""
     torch.manual_seed(0)

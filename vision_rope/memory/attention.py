@@ -249,7 +249,7 @@ class MemoryAttention(nn.Module):
             memory_dim), tokens_pos and memory_pos as what they are added to -> (batch, rows * columns, dim)
         Raises: ValueError where tokens or memory do not fit the grid.
         """
-        rotation = self._rotation(grid, tokens.device)
+        rotation = self.rotation(grid, tokens.device)
         x = self._start(tokens, tokens_pos, grid)
         _check_batch("memory", memory, tokens)
         tokens_of_frames = memory.shape[1] - num_pointer_tokens
@@ -281,7 +281,7 @@ class MemoryAttention(nn.Module):
             raise ValueError("an entry without a grid has an age; pointers have theirs in `position`, token by token")
         if not entries:
             raise ValueError("entries is empty; a frame without memory is not read: SAM 2 adds no_mem_embed instead")
-        rotation = self._rotation(grid, tokens.device)
+        rotation = self.rotation(grid, tokens.device)
         x = self._start(tokens, tokens_pos, grid)
         # Grids from files are lists.
         entries = [replace(e, grid=None if e.grid is None else (e.grid[0], e.grid[1])) for e in entries]
@@ -290,7 +290,7 @@ class MemoryAttention(nn.Module):
             _check_entry(entry)
             _check_batch("an entry", entry.features, tokens)
             _check_batch("an entry", entry.features, largest)
-        rotations = {e.grid: self._rotation(e.grid, tokens.device) for e in entries if e.grid is not None}
+        rotations = {e.grid: self.rotation(e.grid, tokens.device) for e in entries if e.grid is not None}
         narrow = self._narrow_parts([entry for entry in entries if entry.keys is None], rotations)
         prepared = [entry for entry in entries if entry.keys is not None]
         for index, layer in enumerate(self.layers):
@@ -319,11 +319,15 @@ class MemoryAttention(nn.Module):
         They are right as long as the frame's memory and the weights stay; where gradients are on, make none.
         """
         _check_entry(entry)
-        rotation = None if entry.grid is None else self._rotation(entry.grid, entry.features.device)
-        placed = self._place(replace(entry, age=None))
+        rotation = None if entry.grid is None else self.rotation(entry.grid, entry.features.device)
+        placed = self.place(replace(entry, age=None))
         return tuple(layer.cross_attn_image.make_keys(placed, rotation) for layer in self.layers)
 
-    def _rotation(self, grid: Grid, device: torch.device) -> Rotation:
+    def rotation(self, grid: Grid, device: torch.device) -> Rotation:
+        """The rotation of a grid's tokens.
+
+        Raises: ValueError where the grid is none.
+        """
         if not isinstance(grid, Sequence) or len(grid) != 2:
             raise ValueError(f"grid is {grid!r}; it must be (rows, columns) of a frame's tokens, for instance (36, 64)")
         return self.rope.grid_rotations(*grid, extension=self.extension, device=device)[0]
@@ -342,7 +346,8 @@ class MemoryAttention(nn.Module):
             )
         return self._cast(tokens if tokens_pos is None else tokens + 0.1 * tokens_pos)
 
-    def _place(self, entry: MemoryEntry) -> Tensor:
+    def place(self, entry: MemoryEntry) -> Tensor:
+        """What keys of an entry are made from: its features, where they are and how old."""
         places = [x for x in (entry.position, entry.age) if x is not None]
         return self._cast(entry.features + sum(places[1:], places[0]) if places else entry.features)
 
@@ -357,7 +362,7 @@ class MemoryAttention(nn.Module):
             together = [*group, *pointers]  # with the first grid
             turned = 0 if grid is None else sum(entry.features.shape[1] for entry in group)
             memory = _join([self._cast(entry.features) for entry in together])
-            placed = _join([self._place(entry) for entry in together])
+            placed = _join([self.place(entry) for entry in together])
             parts.append(MemoryPart(memory, placed, None if grid is None else rotations[grid], turned))
             pointers = []
         return parts

@@ -16,6 +16,7 @@ from vision_rope.memory.encoder import MASK_STRIDE
 from vision_rope.memory.selection import MemoryPolicy
 from vision_rope.memory.sine import sine_2d
 from vision_rope.memory.video_memory import VideoMemory
+from vision_rope.memory.weights import read_weights
 from vision_rope.rope import Rope
 from vision_rope.segmenter.backbone import Pyramid
 from vision_rope.segmenter.framing import Framing, read_frame
@@ -282,6 +283,32 @@ class VideoSegmenter(nn.Module):
         lifted = state.framing.lift(torch.cat([one.mask_logits for one in state.objects.values()]).float())
         return dict(zip(state.objects, lifted, strict=True))
 
+    @torch.no_grad()
+    def memory_weights(self, state: SegmenterState, object_id: int, *, layer: int = -1) -> dict[int | None, Tensor]:
+        """What the last frame read of an object's memory: the share of each place's attention.
+
+        Returns: by the number of a stored frame the shares of its cells, the mean over heads; under None those of the
+            tokens of object pointers, where there are some.
+
+        Shapes: (rows, columns, stored rows, stored columns), of pointers (rows, columns, tokens)
+        Raises: ValueError where there is no such object, or the last frame read no memory of it.
+        """
+        one = state.objects.get(object_id)
+        if one is None or one.is_fresh or state.features is None or not one.before.frames:
+            why = "is not there" if one is None else "was found without memory in the last frame"
+            raise ValueError(f"object_id is {object_id!r}, which {why}; the objects are {sorted(state.objects)}")
+        tokens, place = self._tokens(state.features)
+        entries = self.memory.read_entries(one.before, state.number, num_frames=state.num_frames)
+        grid = state.features.grid
+        weights = read_weights(self.memory.memory_attention, tokens, entries, grid=grid, tokens_pos=place, layer=layer)
+        numbers = [stored.number for stored, _ in one.before.select_frames(state.number)]
+        by_frame: dict[int | None, Tensor] = {}
+        for number, entry, shares in zip([*numbers, None], entries, weights, strict=False):
+            by_frame[number] = shares[0].mean(0).unflatten(0, grid)
+            if entry.grid is not None:
+                by_frame[number] = by_frame[number].unflatten(-1, entry.grid)
+        return by_frame
+
     def forward(
         self,
         frames: Tensor,
@@ -437,11 +464,14 @@ class VideoSegmenter(nn.Module):
 
         Shapes: -> (objects, dim, h, w)
         """
+        tokens, place = self._tokens(features)
+        seen = self.memory(tokens, bank, number, grid=features.grid, tokens_pos=place, num_frames=num_frames)
+        return seen.mT.unflatten(-1, features.grid)
+
+    def _tokens(self, features: Pyramid) -> tuple[Tensor, Tensor]:
+        """Tokens of a frame as memory attention takes them, and where they are."""
         tokens = features.coarse.flatten(2).mT
-        rows, columns = features.grid
-        place = sine_2d(rows, columns, tokens.shape[-1], device=tokens.device)
-        seen = self.memory(tokens, bank, number, grid=(rows, columns), tokens_pos=place, num_frames=num_frames)
-        return seen.mT.unflatten(-1, (rows, columns))
+        return tokens, sine_2d(*features.grid, tokens.shape[-1], device=tokens.device)
 
     def _decode(
         self,
