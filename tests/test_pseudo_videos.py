@@ -269,6 +269,7 @@ class TestClips:
             assert present[-1] >= 1
             assert present == list(range(present[0], present[-1] + 1))
             assert clip.ids.max() == present[-1]
+            assert (clip.ids[0].flatten().bincount()[1:] >= 0.01 * 48**2).all(), "more than a rim"
             counts.add(present[-1])
             for number in range(1, present[-1] + 1):
                 outside = F.pad((clip.ids != number).float(), (4, 4, 4, 4), value=1)

@@ -163,6 +163,7 @@ class TestObjects:
         expected = torch.tensor([[[0, 2, 1, 1]], [[0, 2, 0, 1]], [[1, 0, 0, 2]]], dtype=torch.uint8)
         assert torch.equal(choose_objects(ids), expected)
         assert torch.equal(choose_objects(ids, 1), expected * (expected == 1))
+        assert torch.equal(choose_objects(ids, least=2), expected * (expected == 1))
         assert not choose_objects(ids.flip(0)[:, :, :1] * 0).any()
 
     def test_no_more_than_asked_for(self, videos: Path) -> None:

@@ -22,6 +22,9 @@ from vision_rope.data.video_sources import NOMINAL_FPS
 # Share of the occluders that are bars, and the range of a bar's half width.
 BARS = 0.4
 BAR_WIDTHS = (0.03, 0.1)
+# What must be seen of an object in the first frame, as a share of the short side's square: a rim shows nobody what is
+# meant.
+VISIBLE = 0.01
 # Times that a clip is made anew where doubles and occluders hide all objects in its first frame.
 TRIES = 4
 
@@ -116,10 +119,11 @@ class PseudoVideoSource(SegmentedSource):
         for _ in range(TRIES):
             draw = _Draw(self._objects, self._small, self.num_frames, generator)
             frames, ids = compose(draw.background(index), draw.layers())
-            if ids[0].any():
+            ids = choose_objects(ids, least=math.ceil(VISIBLE * min(self._small.size) ** 2))
+            if ids.any():
                 break
         seconds = torch.arange(self.num_frames, dtype=torch.float64) / NOMINAL_FPS
-        return SegmentedClip(draw.finish(frames), choose_objects(ids), seconds), 0
+        return SegmentedClip(draw.finish(frames), ids, seconds), 0
 
 
 class _Draw:

@@ -156,16 +156,19 @@ class SequenceSource(SegmentedSource):
         raise BrokenVideoError(self.path(index), "no frame that a clip may begin with shows an object")
 
 
-def choose_objects(ids: Tensor, num_objects: int = 255, generator: torch.Generator | None = None) -> Tensor:
+def choose_objects(
+    ids: Tensor, num_objects: int = 255, generator: torch.Generator | None = None, *, least: int = 1
+) -> Tensor:
     """Number the objects of a clip's first frame 1, 2, ... in the order of their ids; what else there is becomes 0.
 
     Args:
         num_objects: most objects that are kept: a random choice, without a generator those of the lowest ids.
+        least: pixels of the first frame that an object must have.
 
     Shapes: uint8 (frames, height, width) -> the same
     """
     # Counted: sorting every pixel, as unique does, takes ten times as long.
-    seen = torch.bincount(ids[0].flatten(), minlength=1).nonzero().flatten().tolist()
+    seen = (torch.bincount(ids[0].flatten()) >= least).nonzero().flatten().tolist()
     seen = [number for number in seen if number > 0]
     if len(seen) > num_objects and generator is not None:
         seen = sorted(seen[place] for place in torch.randperm(len(seen), generator=generator)[:num_objects].tolist())
