@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vision_rope.checkpoint import MASK_TOKEN, inflate_weights, load_strictly, load_weights, plain_names
 from vision_rope.config import TrainConfig, from_yaml
 from vision_rope.relative_encodings import T5
+from vision_rope.segmenter import VideoSegmenter
 from vision_rope.sizes import pixel_size
 from vision_rope.video.tubelets import resample_times
 from vision_rope.weight_metadata import adopt_pairing, warn_of_another_kind
@@ -21,8 +22,8 @@ def load_start(model: nn.Module, path: str | Path) -> list[str]:
 
     A classifier for other classes keeps its fresh weights. Weights stored in another pairing are brought into the
     model's. The weights may be those of masked prediction, of which a classifier takes the encoder, and those of
-    images, which a model of videos is made of. A learned absolute embedding that a run of this package trained at
-    another size is resampled, and so is one of time.
+    images, which a model of videos is made of and the backbone of a segmenter. A learned absolute embedding that a run
+    of this package trained at another size is resampled, and so is one of time.
 
     Returns the names that were not loaded.
     """
@@ -31,6 +32,8 @@ def load_start(model: nn.Module, path: str | Path) -> list[str]:
         path = path / "best.safetensors"
     state, metadata = load_weights(path)
     state = plain_names(state)
+    if isinstance(model, VideoSegmenter) and not any(name.startswith("memory.") for name in state):
+        return _load_backbone(model, path)
     own = model.state_dict()
     is_masked = MASK_TOKEN in state
     if MASK_TOKEN in own and not is_masked:
@@ -56,9 +59,18 @@ def load_start(model: nn.Module, path: str | Path) -> list[str]:
     return fresh
 
 
+def _load_backbone(model: VideoSegmenter, path: Path) -> list[str]:
+    """Load weights of images into the backbone of a segmenter; what the other parts begin with is fresh."""
+    load_start(model.backbone.trunk, path)
+    return sorted(name for name in model.state_dict() if not name.startswith("backbone.trunk."))
+
+
 def _load_but_head(model: nn.Module, state: dict[str, Tensor], path: Path, *, is_masked: bool) -> list[str]:
     """Load weights into all of a model, but for the classifier of a masked run's or of other classes."""
     own = model.state_dict()
+    if getattr(model, "num_classes", None) == 0:
+        # What a segmenter looks at frames with; a classifier's last layer is not its business.
+        state = {name: state[name] for name in state if name in own or not name.startswith("head")}
     if not hasattr(model, "get_classifier"):
         load_strictly(model, state, path)
         return []
@@ -100,7 +112,9 @@ def _trained_grid(model: Any, config: TrainConfig) -> tuple[int, ...]:
     height, width = pixel_size(config.model.options.get("img_size", config.data.size))
     patch = model.patch_embed.patch_size
     video = config.video
-    steps = () if video.num_frames is None else (video.num_frames // video.tubelet,)
+    # A segmenter looks at one frame after the other.
+    num_frames = None if config.task == "segmentation" else video.num_frames
+    steps = () if num_frames is None else (num_frames // video.tubelet,)
     return *steps, height // patch[0], width // patch[1]
 
 

@@ -26,8 +26,9 @@ def describe_position(model: nn.Module) -> dict[str, str]:
 
 
 def backbone_of(model: Any) -> Any:
-    """The part of a model that has the position encoding: of a masked one its encoder, of a segmenter its backbone."""
-    return getattr(model, "encoder", getattr(model, "backbone", model))
+    """The part of a model that has the position encoding: of a masked one its encoder, of a segmenter its trunk."""
+    whole = getattr(model, "backbone", model)
+    return getattr(whole, "encoder", getattr(whole, "trunk", whole))
 
 
 def _describe_encoding(encoding: Any) -> str | None:
