@@ -43,7 +43,7 @@ def test_help_is_quick_and_loads_nothing_heavy(words: list[str]) -> None:
         (["evaluate", "run", "--crop-pct", "all"], "argument --crop-pct: invalid float value: 'all'"),
         (["evaluate", "run", "--weights", "first"], "invalid choice: 'first'"),
         (["evaluate", "run", "--option", "depth"], "--option depth must be NAME=VALUE"),
-        (["evaluate"], "required: RUN_OR_TIMM_NAME"),
+        (["evaluate"], "required: RUN_OR_MODEL"),
         (
             ["evalute", "run"],
             "the commands are train, study, evaluate, track, probe, inspect, benchmark, presets; did you mean evaluate?",

@@ -22,6 +22,7 @@ EXAMPLES = """examples:
   vision-rope evaluate runs/default --sizes 64,96,128,192x256 --extend none,interpolate,ntk,yarn
   vision-rope evaluate vit_small_patch16_rope_224 --pretrained --data folder:imagenet --sizes 224,288,384
   vision-rope evaluate runs/clips --frames 8,16,32 --fps 2,4 --sizes 96,128
+  vision-rope evaluate sam2.1_hiera_tiny.pt --data davis:DAVIS --sizes 512,1024
   vision-rope study --config configs/study.yaml
   vision-rope track dog.mp4 --weights sam2.1_hiera_tiny.pt --point 640,360
   vision-rope probe runs/default --weights best,untrained
@@ -124,15 +125,24 @@ def _add_evaluate(commands: Any) -> None:
         "evaluation.json, per_class.csv and evaluation.png.",
     )
     add = parser.add_argument
-    add("target", metavar="RUN_OR_TIMM_NAME", help="folder of a run, or a name such as vit_small_patch16_rope_224")
+    add(
+        "target",
+        metavar="RUN_OR_MODEL",
+        help="folder of a run, a name such as vit_small_patch16_rope_224, a checkpoint of SAM 2, or what follows "
+        "objects without training: copy (their first masks) or patches",
+    )
     add(
         "--data",
         help="elpv, folder:PATH, images:PATH (masked runs), timm's names; of runs on clips videos:PATH, frames:PATH, "
-        "motion:SOURCE [the run's own]",
+        "motion:SOURCE; for what follows objects davis:PATH [the run's own]",
     )
     add("--root", help="folder that timm dataset names are looked up in")
     add("--split", help="name of the split [the validation split]")
-    add("--sizes", help="sizes in pixels: 64,96,192x256 (rows x columns) [the run's own, else the training size]")
+    add(
+        "--sizes",
+        help="sizes in pixels: 64,96,192x256 (rows x columns); of what follows objects a single number is "
+        "the long side [the run's own, else the training size]",
+    )
     add("--frames", help="of clips: numbers of frames, 8,16,32 [the run's own]")
     add("--fps", help="of clips: frames a second that they are sampled at, 2,4 [the run's own]")
     add(

@@ -174,21 +174,26 @@ def list_settings(
         frame_sizes: the segmenter's own where there are none.
         methods: with "none" in front.
     """
-    reasons: dict[str, str | None] = dict.fromkeys(methods)
-    for method in methods[1:]:
-        try:
-            _extend(segmenter, method)
-        except ValueError as error:
-            reasons[method] = str(error)
-    changes = list(reasons.values()).count(None) > 1
+    reasons = {method: _reason_against(segmenter, method) for method in methods} if len(methods) > 1 else {}
+    # Where not even "none" can be set, nothing was changed that it would have to undo.
+    settable = len(methods) > 1 and reasons["none"] is None
     return [
         (
-            TrackingResult(name, str(frame_size), method, reason=reason),
-            SizedSegmenter(segmenter, frame_size, method if changes else None),
+            TrackingResult(name, str(frame_size), method, reason=None if method == "none" else reasons[method]),
+            SizedSegmenter(segmenter, frame_size, method if settable else None),
         )
         for frame_size in frame_sizes or [FrameSize(side=segmenter.image_size)]
-        for method, reason in reasons.items()
+        for method in methods
     ]
+
+
+def _reason_against(segmenter: VideoSegmenter, method: str) -> str | None:
+    """Why a method means nothing for a segmenter, or None."""
+    try:
+        _extend(segmenter, method)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _extend(segmenter: VideoSegmenter, method: str) -> None:
