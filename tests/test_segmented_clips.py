@@ -282,6 +282,8 @@ class TestAugmentation:
         cover = torch.nn.functional.interpolate(single, size, mode="bilinear", antialias=True)[:, 0]
         sure = (cover - 0.5).abs() > 0.2
         assert torch.equal(clip.ids[sure], (cover[sure] > 0.5).byte())
+        batch = SegmentedClips(torch.zeros(1, 3, 3, 60, 90), single[None, :, 0].byte(), torch.zeros(1, 3))
+        assert torch.equal(resize_batch(batch, size, "bilinear").ids[0], clip.ids)
 
     def test_mirrors_are_exact(self) -> None:
         plain = segmented_train_transform((60, 90), crop="resize", hflip=0)(coloured())
