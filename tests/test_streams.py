@@ -115,6 +115,26 @@ class TestFiles:
         assert all(abs(number - place) <= (5 if codec == "gif" else 1) for place, number in enumerate(found))
         assert [round(frame.seconds, 3) for frame in frames] == [place / 10 for place in range(20)]
 
+    @pytest.mark.parametrize("suffix", [".mp4", ".mov", ".mkv"])
+    @pytest.mark.parametrize("degrees", [90, 180, 270])
+    def test_turned_by_the_container(self, tmp_path: Path, suffix: str, degrees: int) -> None:
+        """Failure class 40: degrees against the clock, as FFmpeg counts them."""
+        picture = np.full((32, 48, 3), 40, np.uint8)
+        picture[:16, :24] = 200
+        path = tmp_path / f"turned{suffix}"
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("mpeg4", rate=10)
+            stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
+            stream.set_display_rotation(degrees)
+            for _ in range(3):
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            container.mux(stream.encode(None))
+        upright = torch.rot90(torch.from_numpy(picture).permute(2, 0, 1), degrees // 90, (1, 2))
+        with open_stream(path) as frames:
+            assert frames.size == tuple(upright.shape[1:])
+            for frame in frames:
+                torch.testing.assert_close(frame.pixels.int(), upright.int(), atol=25, rtol=0)
+
     def test_variable_rate_and_a_late_start(self, tmp_path: Path) -> None:
         """Failure class 40."""
         times = [3, 4, 8, 9, 30, 31]
@@ -255,15 +275,15 @@ class TestIterables:
             assert [frame.seconds for frame in stream] == [0.0, 0.1, 0.2]
 
     @pytest.mark.parametrize("ahead", [None, 4])
-    def test_memory_that_is_used_again(self, ahead: int | None) -> None:
-        def reuse() -> Iterator[np.ndarray]:
-            array = np.zeros((4, 6, 3), np.uint8)
+    @pytest.mark.parametrize("shared", [np.zeros((4, 6, 3), np.uint8), torch.zeros(3, 4, 6, dtype=torch.uint8)])
+    def test_memory_that_is_used_again(self, ahead: int | None, shared: Any) -> None:
+        def reuse() -> Iterator[Any]:
             for number in range(9):
-                array[:] = number
-                yield array
+                shared[:] = number
+                yield shared
 
         with open_stream(reuse(), ahead=ahead) as stream:
-            assert [int(frame.pixels[0, 0, 0]) for frame in stream] == list(range(9))
+            assert [int(frame.pixels[0, 0, 0]) for frame in list(stream)] == list(range(9))
 
     def test_nothing_is_taken_before_it_is_needed(self) -> None:
         taken = []

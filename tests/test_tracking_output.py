@@ -115,6 +115,9 @@ class TestVideoWriter:
                 (frame,) = stream
             middle = frame.pixels[:, size[0] // 2, [10, 32, 54]].T.int()
             torch.testing.assert_close(middle, picture.int(), atol=6, rtol=0)
+            with av.open(str(tmp_path / "a.mp4")) as container:
+                # BT.709, BT.601: what players assume of such sizes.
+                assert container.streams.video[0].codec_context.colorspace == (1 if size[0] == 720 else 5)
 
     def test_without_h264(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(video_writer, "ENCODERS", {".mp4": ("no such codec", "mpeg4"), ".mov": ("none",)})

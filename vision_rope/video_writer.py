@@ -92,7 +92,6 @@ class VideoWriter:
             picture, format="yuv420p", dst_colorspace=self._colours, dst_color_range="MPEG", threads=1
         )
         frame.pts, frame.time_base = self._place(seconds), self._unit
-        frame.duration = round(1 / self._rate / self._unit)
         self._container.mux(self._stream.encode(frame))
         self.num_frames += 1
 
