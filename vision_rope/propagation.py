@@ -151,11 +151,13 @@ class PatchPropagation:
         size = (frame.shape[-2], frame.shape[-1])
         if state.size not in (None, size):
             raise ValueError(f"frame has {size} pixels (rows, columns), but those before had {state.size}; resize it")
-        logits = {object_id: torch.where(mask, SURE, -SURE) for object_id, mask in given.items()}
+        logits: dict[int, Tensor] = {}
         patches: dict[int, Tensor] = {}
-        for object_id, known in state.objects.items():
+        for object_id in {**state.objects, **given}:
             if object_id in given:
+                logits[object_id] = torch.where(given[object_id], SURE, -SURE)
                 continue
+            known = state.objects[object_id]
             patches[object_id] = self._describe(frame, known.window)
             logits[object_id] = self._paste(self._match(patches[object_id], known), known.window, size)
         if not logits:
@@ -182,12 +184,12 @@ class PatchPropagation:
 
     def _describe(self, frame: Tensor, window: Window) -> Tensor:
         """The patch around each cell of a window, (cells, values)."""
-        colours = rgb_to_lab(_cut(frame, window, self.resolution, repeat=True) / 255)
+        colours = rgb_to_lab(_cut(frame, window, self.resolution) / 255)
         around = functional.pad(colours[None], (self.patch // 2,) * 4, mode="replicate")
         return functional.unfold(around, self.patch, stride=self.stride)[0].mT.contiguous()
 
     def _pool(self, shares: Tensor, window: Window) -> Tensor:
-        return _cut(shares[None], window, self._cells, repeat=False).flatten()
+        return _cut(shares[None], window, self._cells).flatten()
 
     def _match(self, patches: Tensor, known: PatchObject) -> Tensor:
         """The part of each cell that the object fills, (cells, cells), from the cells that look most like it."""
@@ -282,8 +284,8 @@ def _separate(logits: Tensor) -> Tensor:
     return torch.where(places == winner, logits, logits - highest.clamp(min=0))
 
 
-def _cut(image: Tensor, window: Window, size: int, *, repeat: bool) -> Tensor:
-    """A window of an image, resized; beyond the image its border is repeated, or there is nothing.
+def _cut(image: Tensor, window: Window, size: int) -> Tensor:
+    """A window of an image, resized; beyond the image its border is repeated.
 
     Shapes: (channels, height, width) -> float (channels, size, size)
     """
@@ -292,8 +294,6 @@ def _cut(image: Tensor, window: Window, size: int, *, repeat: bool) -> Tensor:
     rows = torch.arange(top, top + side, device=image.device)
     columns = torch.arange(left, left + side, device=image.device)
     cut = image[:, rows.clamp(0, height - 1)][:, :, columns.clamp(0, width - 1)].float()
-    if not repeat:
-        cut = cut * ((rows >= 0) & (rows < height))[:, None] * ((columns >= 0) & (columns < width))
     if side < size:
         return functional.interpolate(cut[None], size=(size, size), mode="bilinear")[0]
     return functional.adaptive_avg_pool2d(cut, size)
