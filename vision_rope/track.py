@@ -174,10 +174,8 @@ def run_track(parsed: Any) -> int:
         warnings.warn(f"{parsed.video} is damaged: {damage}; {outcome.num_frames} frames were read", stacklevel=1)
     if not outcome.is_whole:
         print(f"vision-rope: interrupted after {outcome.num_frames} frames, which are kept", file=sys.stderr)
-    print(
-        f"{outcome.num_frames} frames, {outcome.num_objects} objects, "
-        f"{outcome.num_frames / outcome.seconds:.2f} frames/s on {device}"
-    )
+    objects = f"{outcome.num_objects} object{'' if outcome.num_objects == 1 else 's'}"
+    print(f"{outcome.num_frames} frames, {objects}, {outcome.num_frames / outcome.seconds:.2f} frames/s on {device}")
     print("\n".join(f"wrote {path}" for path in outputs.values() if path is not None))
     return 0 if outcome.is_whole else 130
 
