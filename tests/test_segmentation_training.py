@@ -146,3 +146,17 @@ def test_two_processes_train_as_one(discs: Path, tmp_path: Path) -> None:
     ]
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
     assert len(read_rows(tmp_path / "mixed")) == 1
+
+
+def test_other_commands_on_a_run(configure, tmp_path: Path) -> None:
+    """The backbone's frequencies can be looked at; there are no classes to probe for."""
+    from vision_rope.inspection_targets import open_inspection_target
+    from vision_rope.probe import probe
+
+    train(configure("--schedule.epochs", "1"))
+    with pytest.raises(ValueError, match="run of task segmentation, whose clips have no classes"):
+        probe(tmp_path / "run", k=3, progress=False)
+    found = open_inspection_target(str(tmp_path / "run"))
+    assert found.patch_size == (8, 8)
+    assert found.notes[0] == "These are the pairs of the backbone."
+    assert found.command == f"vision-rope evaluate {tmp_path / 'run'} --data davis:PATH"

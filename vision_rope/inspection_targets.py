@@ -14,6 +14,7 @@ from vision_rope.checkpoint import load_run
 from vision_rope.rope import Rope
 from vision_rope.sizes import Size, largest_size
 from vision_rope.video.sam2 import SAM2_NAMES, build_sam2, load_sam2_memory, memory_rope
+from vision_rope.weight_metadata import backbone_of
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,16 @@ def open_inspection_target(
 
 def _open_run(folder: Path, weights: str) -> InspectionTarget:
     run = load_run(folder, weights=weights)
-    masked = run.config.task == "masked"
-    model: Any = run.model.encoder if masked else run.model
-    extra = "" if weights == "best" else f" --weights {weights}"
+    part = {"masked": "encoder", "segmentation": "backbone"}.get(run.config.task)
+    model: Any = backbone_of(run.model)
+    extra = " --data davis:PATH" if run.config.task == "segmentation" else ""
+    extra += "" if weights == "best" else f" --weights {weights}"
     return InspectionTarget(
         name=str(folder),
         rope=_check_rope(model.position, str(folder), run.config.model.position),
         train_size=largest_size(run.config.data),
         patch_size=tuple(model.patch_embed.patch_size),
-        notes=(*(["These are the pairs of the encoder."] if masked else []), *_note_windows(model)),
+        notes=(*([f"These are the pairs of the {part}."] if part else []), *_note_windows(model)),
         command=f"vision-rope evaluate {folder}{extra}",
         output=folder / "inspect",
     )

@@ -86,6 +86,11 @@ def probe(
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but it must be at least 1")
     config = load_yaml(folder / "config.yaml")
+    if config.task == "segmentation":
+        raise ValueError(
+            f"{folder} is a run of task segmentation, whose clips have no classes to be told; evaluate it on videos: "
+            f"vision-rope evaluate {folder} --data davis:PATH"
+        )
     own = config.data
     chosen_size = pixel_size(own.size) if size is None else parse_size(size)
     # What training has seen of an axis is what extension counts from.
