@@ -90,15 +90,17 @@ def test_splits_that_are_none(tmp_path: Path) -> None:
         find_sequences(tmp_path, "2017/val")
     with pytest.raises(ValueError, match="names no sequence"):
         find_sequences(tmp_path, "2018/val")
-    with pytest.raises(ValueError, match="'test' is neither a text file nor one in .*, which holds 2016/val, 2017/val"):
+    with pytest.raises(
+        ValueError, match=r"'test' is neither a text file nor one in .*, which holds 2016/val, 2017/val"
+    ):
         find_sequences(tmp_path, "test")
 
 
 def test_folders_that_are_no_davis(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not in the DAVIS layout: there is no folder .*JPEGImages"):
+    with pytest.raises(ValueError, match=r"not in the DAVIS layout: there is no folder .*JPEGImages"):
         find_sequences(tmp_path)
     (tmp_path / "JPEGImages").mkdir()
-    with pytest.raises(ValueError, match="there is no folder .*Annotations"):
+    with pytest.raises(ValueError, match=r"there is no folder .*Annotations"):
         find_sequences(tmp_path)
     (tmp_path / "Annotations").mkdir()
     with pytest.raises(ValueError, match="holds no folder with frames"):
@@ -171,7 +173,7 @@ def test_ids_are_written_as_they_are_read(tmp_path: Path) -> None:
     write_ids(tmp_path / "x.png", ids)
     assert torch.equal(read_ids(tmp_path / "x.png"), ids.to(torch.uint8))
     for wrong in (ids.float(), ids + 1, -ids, ids[None], ids[:0]):
-        with pytest.raises(ValueError, match="integers .height, width. from 0 to 254"):
+        with pytest.raises(ValueError, match=r"integers \(height, width\) from 0 to 254"):
             write_ids(tmp_path / "x.png", wrong)
 
 

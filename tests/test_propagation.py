@@ -119,7 +119,7 @@ def test_a_second_mask_begins_anew() -> None:
 
 def test_an_empty_mask_stays_empty() -> None:
     tracker = SMALL
-    frame, masks = draw({1: (20, 10)})
+    frame, _ = draw({1: (20, 10)})
     state, found = tracker.step(tracker.start(), frame, {5: MaskPrompt(torch.zeros(SIZE))})
     for _ in range(3):
         state, found = tracker.step(state, frame)
@@ -193,7 +193,7 @@ def test_what_floors_cannot_take() -> None:
         with pytest.raises(ValueError, match=r"prompts\[1\] is a PointPrompt, but a floor needs a MaskPrompt"):
             floor.step(floor.start(), frame, {1: PointPrompt([(3, 4)])})
         with pytest.raises(
-            ValueError, match="the mask of object 1 has .* pixels, but the frame has .*; resize the mask"
+            ValueError, match=r"the mask of object 1 has .* pixels, but the frame has .*; resize the mask"
         ):
             floor.step(floor.start(), frame, {1: MaskPrompt(masks[1].T)})
     tracker = SMALL
