@@ -376,6 +376,8 @@ class TestEnds:
         assert err.startswith("vision-rope: error: ")
         assert err.count("\n") == 1
         assert message in err
+        if "12" not in words:
+            assert list(tmp_path.iterdir()) == [video]
 
     def test_the_frames_a_second_are_shown(
         self, segmenter: DiskSegmenter, video: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

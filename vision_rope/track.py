@@ -116,9 +116,10 @@ def track(
     start, count, is_whole = time.perf_counter(), 0, True
     seen: set[int] = set()
     with ExitStack() as stack:
+        # In this order, a name that cannot be leaves nothing behind.
+        video = None if out is None else stack.enter_context(VideoWriter(out, stream.fps))
         folder = None if masks is None else MaskFolder(masks)
         lines = None if table is None else stack.enter_context(ObjectTable(table))
-        video = None if out is None else stack.enter_context(VideoWriter(out, stream.fps))
         frames = stack.enter_context(closing(track_frames(stream, segmenter, prompts)))
         shown = show_frames(islice(frames, max_frames), total=min(known, default=None), enabled=progress)
         interrupted = stack.enter_context(_first_interrupt())
