@@ -169,6 +169,12 @@ def test_loss_is_float32_under_autocast():
 def test_metrics_one_by_one():
     """Figures of objects in plain loops; batches and the one that stands in change nothing."""
     outputs, truth = random_outputs(3, 4, 2), random_truth(4, 3)
+    # One that is found in the end, and one before.
+    for each, frame in ((1, 2), (2, 1)):
+        truth[each, frame] = False
+        truth[each, frame, 2:8, 4:10] = True
+        outputs[frame].logits[each] = torch.where(truth[each, frame, ::2, ::2], 1.0, -1.0)
+        outputs[frame].scores[each] = 1.0
     weights = SegmenterConfig()
     metrics = SegmentationMetrics(3, weights)
     for part, num_clips in ((slice(0, 1), 2), (slice(1, 3), 1)):
@@ -193,6 +199,7 @@ def test_metrics_one_by_one():
     assert found["j_by_frame"] == pytest.approx(j.mean(0).tolist())
     assert found["j"] == pytest.approx(j[:, 1:].mean().item())
     assert found["j_copied"] == pytest.approx(sum(copied) / 6)
+    assert ((j > 0.5).sum(0)[1:] == 1).all()
     assert found["on_target"] == pytest.approx((j[:, 2] > 0.5).float().mean().item())
     assert found["presence"] == pytest.approx(sum(presence) / 6)
     kept = [Output(*(value[:3] for value in output)) for output in outputs]
