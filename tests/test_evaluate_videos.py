@@ -172,9 +172,9 @@ def segmenter() -> VideoSegmenter:
 
 def test_settings_of_a_segmenter(segmenter: VideoSegmenter, walk: VideoSequence) -> None:
     """A setting is what the segmenter is set to when a video starts, whatever was run before."""
-    sizes = [FrameSize(side=64), FrameSize(size=(32, 48))]
+    sizes = [FrameSize(side=80), FrameSize(size=(32, 48))]
     settings = list_settings(segmenter, "mine", sizes, ["none", "yarn", "pitch"])
-    labels = ["mine 64", "mine 64 yarn", "mine 64 pitch", "mine 32x48", "mine 32x48 yarn", "mine 32x48 pitch"]
+    labels = ["mine 80", "mine 80 yarn", "mine 80 pitch", "mine 32x48", "mine 32x48 yarn", "mine 32x48 pitch"]
     assert [result.label for result, _ in settings] == labels
     reasons = [result.reason for result, _ in settings]
     assert [reason is None for reason in reasons] == [True, True, False] * 2
@@ -190,6 +190,12 @@ def test_settings_of_a_segmenter(segmenter: VideoSegmenter, walk: VideoSequence)
     different = list(found.values())
     assert len(different) == 4
     assert all((one - other).abs().max() > 1e-6 for one, other in itertools.combinations(different, 2))
+    for image_size, label in ((80, "mine 80"), (None, "mine 32x48")):
+        segmenter.set_extension("none")
+        segmenter.image_size = image_size
+        tracker = segmenter if image_size else ResizedTracker(segmenter, (32, 48))
+        state, _ = tracker.step(tracker.start(), walk.read_frame(0), {1: MaskPrompt(draw_ids(0))})
+        assert torch.equal(tracker.step(state, walk.read_frame(3))[1][1], found[label])
     (plain,) = list_settings(segmenter, "mine", [], ["none"])
     assert isinstance(plain[1], SizedSegmenter)
     assert plain[1].method is None

@@ -85,6 +85,30 @@ def test_objects_that_meet_and_one_that_comes_later() -> None:
     assert masks[1].sum() < 400
 
 
+def test_a_pixel_belongs_to_one_object() -> None:
+    frame, masks = draw({1: (20, 30)})
+    both = {1: masks[1], 2: masks[1].roll(5, 1)}
+    state, given = SMALL.step(SMALL.start(), frame, show(both))
+    _, later = SMALL.step(state, frame)
+    for found in (given, later):
+        assert not ((found[1] > 0) & (found[2] > 0)).any()
+    assert torch.equal((given[1] > 0) | (given[2] > 0), both[1] | both[2])
+
+
+def test_the_first_frame_and_the_latest_are_kept() -> None:
+    tracker = SMALL
+    state = tracker.start()
+    described = []
+    for step in range(5):
+        frame, masks = draw({1: (20 + step, 10 + 2 * step)})
+        if step:
+            described.append(tracker._describe(frame, state.objects[1].window))
+        state, _ = tracker.step(state, frame, show(masks) if step == 0 else None)
+        known = state.objects[1]
+        assert all(map(torch.equal, (seen.patches for seen in known.latest), described[-2:]))
+        assert len(known.latest) == min(step, 2)
+
+
 def test_an_object_far_away_changes_nothing() -> None:
     tracker = SMALL
     alone = both = tracker.start()
