@@ -94,7 +94,7 @@ def test_overlap_is_that_of_the_scores():
 
 def test_loss_of_a_frame_one_by_one():
     """Every object and candidate by itself, in plain numbers."""
-    weights = SegmenterConfig(focal=7.0, dice=2.0, quality=3.0, presence=0.5)
+    weights = SegmenterConfig(bce=1.5, focal=7.0, dice=2.0, quality=3.0, presence=0.5)
     (output,) = random_outputs(1, objects=3, candidates=4)
     truth = random_truth(3, 1)[:, 0]
     assert not truth[0].any()
@@ -113,7 +113,9 @@ def test_loss_of_a_frame_one_by_one():
             wanted = truth[each].float()
             shares = logits.sigmoid()
             dice = 1 - (2 * (shares * wanted).sum() + 1) / (shares.sum() + wanted.sum() + 1)
-            masks.append(7 * sigmoid_focal_loss(logits, wanted).mean().item() + 2 * dice.item())
+            pixels = 7 * sigmoid_focal_loss(logits, wanted).mean()
+            pixels += 1.5 * torch.nn.functional.binary_cross_entropy(shares, wanted)
+            masks.append(pixels.item() + 2 * dice.item())
             errors.append(abs(output.qualities[each, candidate].item() - region_similarity(logits > 0, truth[each])))
         expected.append(min(masks) + 3 * sum(errors) / 4 - 0.5 * math.log(score))
     torch.testing.assert_close(frame_losses(output, truth, weights), torch.tensor(expected), rtol=1e-5, atol=1e-6)
@@ -128,7 +130,7 @@ def test_loss_of_a_clip_is_the_mean_of_its_frames():
 def test_only_the_best_candidate_is_trained_and_only_where_the_object_is():
     output = Output(*(part.requires_grad_() for part in random_outputs(1, 2, 3)[0]))
     truth = random_truth(2, 1)[:, 0]
-    weights = SegmenterConfig()
+    weights = SegmenterConfig(bce=0.0, focal=20.0, presence=1.0)
     frame_losses(output, truth, weights).sum().backward()
     logits = resize_logits(output.logits.detach(), (12, 12))
     single = 20 * focal_losses(logits, truth[:, None]) + dice_losses(logits, truth[:, None])

@@ -211,7 +211,7 @@ def test_first_weights_of_a_segmenter_and_of_its_backbone(tmp_path: Path):
         (["--segmenter.mask_prompts", "1.5"], "segmenter.mask_prompts is 1.5, but it is a share"),
         (["--segmenter.box_prompts", "0.6"], "segmenter.box_prompts is 0.6, but it is a share of what .* = 0.5 leaves"),
         (["--segmenter.quality", "-1"], "segmenter.quality is -1.0, but it must not be negative"),
-        (["--segmenter.focal", "0", "--segmenter.dice", "0"], "segmenter.dice is 0.0, but it must be positive where"),
+        (["--segmenter.bce", "0", "--segmenter.dice", "0"], "segmenter.dice is 0.0, but it must be positive where"),
     ],
 )  # fmt: skip
 def test_refusals(words: list[str], message: str) -> None:

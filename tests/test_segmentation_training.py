@@ -120,7 +120,10 @@ def _train_twice(data: str, folder: str) -> None:
 
 
 # Nothing that each process draws for itself; and prompts that each of them does.
-SURE = ["--segmenter.mask_prompts", "1", "--segmenter.box_prompts", "0", "--segmenter.dropout", "0"]
+SURE = [
+    *("--segmenter.mask_prompts", "1", "--segmenter.box_prompts", "0", "--segmenter.dropout", "0"),
+    *("--segmenter.previous_mask", "false"),
+]
 MIXED = ["--segmenter.mask_prompts", "0.3", "--segmenter.box_prompts", "0.4", "--schedule.epochs", "1"]
 
 

@@ -455,6 +455,38 @@ def test_training_follows_as_the_stream_does(segmenter: VideoSegmenter) -> None:
         assert_close(out.scores, torch.stack([one.object_score for one in state.objects.values()]), atol=1e-4, rtol=0)
 
 
+def test_the_mask_of_the_frame_before() -> None:
+    """As a prompt of the next frame: in a stream and in training alike; SAM 2 has none."""
+    segmenter = make(previous_mask=True)
+    plain = make()
+    video = frames(4)
+    prompts = {0: {1: PROMPTS["mask"], 2: PROMPTS["click"]}}
+    state, with_it = follow(segmenter, video, prompts)
+    _, without = follow(plain, video, prompts)
+    assert_same(with_it[:1], without[:1])
+    assert (with_it[1][1] - without[1][1]).abs().max() > 1e-3
+    # Second formulation: the network's own parts, one after another.
+    before, _ = follow(segmenter, video[:3], prompts)
+    after, _ = segmenter.step(before, video[3])
+    assert after.features is not None
+    features = after.features
+    with torch.no_grad():
+        seen = segmenter.remember(features, before.objects[1].bank, 3)
+        found = segmenter.decode(seen, features, mask_logits=before.objects[1].mask_logits)
+    assert_close(choose_best(found.candidates).logits, state.objects[1].mask_logits, atol=1e-4, rtol=0)
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in (segmenter.mean, segmenter.std))
+    clip = ((video.float() / 255 - mean) / std).transpose(0, 1)[None]
+    outputs = segmenter(clip, torch.tensor([0]), masks=disk()[None])
+    best = outputs[-1].logits.take_along_dim(outputs[-1].qualities.argmax(1)[:, None, None, None], dim=1)
+    assert_close(best, state.objects[1].mask_logits, atol=1e-4, rtol=0)
+    # Training withholds some of them, so that memory is read too.
+    segmenter.train()
+    torch.manual_seed(0)
+    many = segmenter._withhold(torch.ones(1000, 1, 2, 2))
+    assert 0.1 < float((many == 0).float().mean()) < 0.2
+    assert torch.equal(segmenter.eval()._withhold(many), many)
+
+
 @pytest.mark.parametrize("kind", ["masks", "points"])
 def test_gradients_reach_everything(kind: str) -> None:
     segmenter = make().train()

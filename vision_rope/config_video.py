@@ -71,7 +71,10 @@ class SegmenterConfig:
         dropout: in memory attention, while training.
         mask_prompts: share of the training batches whose objects are shown by their masks.
         box_prompts: share of those whose objects are shown by boxes.
-        focal: weight of the focal loss of masks.
+        previous_mask: the decoder also gets the mask of the frame before, with which small trainings learn sooner;
+            SAM 2 has the memory alone.
+        bce: weight of the binary cross-entropy of masks.
+        focal: weight of their focal loss; SAM 2 has 20, no bce, and 1 of all others.
         dice: weight of their dice loss.
         quality: weight of the error of the predicted mask quality.
         presence: weight of the loss of the object score.
@@ -85,10 +88,12 @@ class SegmenterConfig:
     dropout: float = 0.1
     mask_prompts: float = 0.5
     box_prompts: float = 0.25
-    focal: float = 20.0
+    previous_mask: bool = True
+    bce: float = 1.0
+    focal: float = 0.0
     dice: float = 1.0
-    quality: float = 1.0
-    presence: float = 1.0
+    quality: float = 0.2
+    presence: float = 0.2
 
 
 @dataclass

@@ -18,7 +18,7 @@ WITHOUT_EFFECT_ON_SEGMENTATION = [
 ]
 
 SEGMENTER_WIDTHS = ("dim", "memory_dim", "depth", "mlp_dim", "num_heads")
-SEGMENTER_WEIGHTS = ("focal", "dice", "quality", "presence")
+SEGMENTER_WEIGHTS = ("bce", "focal", "dice", "quality", "presence")
 # Keys of clips of objects that any source follows, and those that davis:PATH alone does.
 OBJECTS_OF_ALL = ("objects.num_objects",)
 OBJECTS_OF_DAVIS = ("objects.stride", "objects.reverse", "objects.clips_per_video")
@@ -306,7 +306,11 @@ def _segmentation_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
             f"is a share of what segmenter.mask_prompts = {section.mask_prompts:g} leaves",
         ),
         *((f"segmenter.{name}", getattr(section, name) >= 0, "must not be negative") for name in SEGMENTER_WEIGHTS),
-        ("segmenter.dice", section.focal + section.dice > 0, "must be positive where segmenter.focal is 0"),
+        (
+            "segmenter.dice",
+            section.bce + section.focal + section.dice > 0,
+            "must be positive where segmenter.bce and segmenter.focal are 0",
+        ),
     ]
 
 

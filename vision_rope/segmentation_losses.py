@@ -33,7 +33,7 @@ def clip_losses(outputs: Sequence[FrameOutput], truth: Tensor, weights: Segmente
 def frame_losses(output: FrameOutput, truth: Tensor, weights: SegmenterConfig) -> Tensor:
     """The loss of each object in a frame.
 
-    Of several candidates the mask with the smallest focal and dice loss alone is trained; the qualities of all are.
+    Of several candidates the mask with the smallest loss alone is trained; the qualities of all are.
     Where the object is absent, there is no mask to be learned, and its score alone counts.
 
     Shapes: truth bool (objects, height, width) -> (objects,)
@@ -41,7 +41,11 @@ def frame_losses(output: FrameOutput, truth: Tensor, weights: SegmenterConfig) -
     """
     logits = resize_logits(output.logits, truth.shape[-2:])
     wanted = truth[:, None]
-    masks = weights.focal * focal_losses(logits, wanted) + weights.dice * dice_losses(logits, wanted)
+    masks = weights.dice * dice_losses(logits, wanted)
+    if weights.bce:
+        masks = masks + weights.bce * pixel_losses(logits, wanted)
+    if weights.focal:
+        masks = masks + weights.focal * focal_losses(logits, wanted)
     quality = (output.qualities.float() - measure_overlap(logits > 0, wanted)).abs().mean(1)
     visible = truth.flatten(1).any(1).float()
     presence = F.binary_cross_entropy_with_logits(output.scores.float(), visible, reduction="none")
@@ -51,6 +55,14 @@ def frame_losses(output: FrameOutput, truth: Tensor, weights: SegmenterConfig) -
 def resize_logits(logits: Tensor, size: Sequence[int]) -> Tensor:
     """Logits (objects, candidates, h, w) at the pixels of a frame, in float32."""
     return F.interpolate(logits.float(), tuple(size), mode="bilinear", align_corners=False)
+
+
+def pixel_losses(logits: Tensor, truth: Tensor) -> Tensor:
+    """Binary cross-entropy of a mask, averaged over its pixels.
+
+    Shapes: as in `focal_losses`
+    """
+    return F.softplus(torch.where(truth, -logits, logits)).mean((-2, -1))
 
 
 def focal_losses(logits: Tensor, truth: Tensor, alpha: float = ALPHA, gamma: float = GAMMA) -> Tensor:

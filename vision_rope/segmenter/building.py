@@ -37,6 +37,7 @@ def create_segmenter(
     mean: Sequence[float] = (0.485, 0.456, 0.406),
     std: Sequence[float] = (0.229, 0.224, 0.225),
     policy: MemoryPolicy | None = None,
+    previous_mask: bool = False,
 ) -> VideoSegmenter:
     """A video segmenter on a backbone; its memory and its decoder start with random weights.
 
@@ -53,6 +54,7 @@ def create_segmenter(
         train_size: (height, width) in pixels that it is trained at, from which context extension counts.
         mean, std: of each channel, by which frames are normalised.
         policy: what is kept in memory and read.
+        previous_mask: the decoder also gets the mask of the frame before; see `SegmenterNetwork`.
 
     Raises: ValueError for an unknown name, a model without such features, or widths that do not fit.
     """
@@ -76,4 +78,5 @@ def create_segmenter(
         mean=mean,
         std=std,
         policy=policy,
+        previous_mask=previous_mask,
     )

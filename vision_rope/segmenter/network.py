@@ -26,6 +26,8 @@ NOTHING = -1024.0
 SURE = 10.0
 # Logits that go back into the prompt encoder are cut off there, as in SAM 2.
 LARGEST_LOGIT = 32.0
+# How often training withholds the mask of the frame before, so that memory is read too.
+WITHHELD = 0.15
 
 
 class FrameOutput(NamedTuple):
@@ -63,6 +65,8 @@ class SegmenterNetwork(nn.Module):
         mean, std: of each channel, by which frames are normalised.
         policy: what is kept in memory and read; the default is SAM 2's.
         memory_dtype: to store memories in; that of the weights when not given.
+        previous_mask: the decoder also gets the mask of the frame before, as a mask prompt. Weights have to be trained
+            for it: SAM 2's are not, and small trainings learn to follow sooner with it.
 
     Source: SAM 2 (arXiv 2408.00714).
     """
@@ -80,6 +84,7 @@ class SegmenterNetwork(nn.Module):
         std: Sequence[float] = (0.229, 0.224, 0.225),
         policy: MemoryPolicy | None = None,
         memory_dtype: torch.dtype | None = None,
+        previous_mask: bool = False,
     ) -> None:
         super().__init__()
         self.backbone = backbone
@@ -92,6 +97,7 @@ class SegmenterNetwork(nn.Module):
         self.mean, self.std = tuple(mean), tuple(std)
         self.policy = policy or MemoryPolicy()
         self.memory_dtype = memory_dtype
+        self.previous_mask = previous_mask
 
     @property
     def stride(self) -> int:
@@ -162,20 +168,30 @@ class SegmenterNetwork(nn.Module):
         by_frame = [x.unflatten(0, (-1, num_frames)).unbind(1) for x in pyramid]
         bank = MemoryBank(self.policy)
         outputs = []
+        before = None
         for number in range(num_frames):
             features = Pyramid(*(x[number].index_select(0, owners) for x in by_frame))
             if number > 0:
-                found = self.decode(self.remember(features, bank, number), features)
+                found = self.decode(self.remember(features, bank, number), features, mask_logits=before)
             elif masks is not None:
                 found = self.take_mask(features, framing.lay_mask(masks > 0, features.grid))
             else:
                 assert points is not None
                 found = self.decode(self.without_memory(features), features, framing.lay_points(points), labels)
             candidates = found.candidates
+            if self.previous_mask:
+                before = self._withhold(choose_best(candidates).logits.detach())
             stored, pointer = self.store(features, found, number, prompted=number == 0)
             bank = bank.add_frame(stored).add_pointer(pointer)
             outputs.append(FrameOutput(found.offered, candidates.qualities, candidates.scores.flatten()))
         return outputs
+
+    def _withhold(self, mask_logits: Tensor) -> Tensor:
+        """Masks of a frame for the next one; in training some of them say nothing: all their logits are 0."""
+        if not self.training:
+            return mask_logits
+        kept = torch.rand(len(mask_logits), 1, 1, 1, device=mask_logits.device) >= WITHHELD
+        return torch.where(kept, mask_logits, 0.0)
 
     def look(self, frames: Tensor) -> Pyramid:
         """Features of frames, as the mask decoder takes them.

@@ -37,7 +37,7 @@ class Job:
         bank: what is remembered of the object.
         prompt: what is said of it on this frame.
         is_fresh: no memory is read.
-        previous: the mask that a correction starts from.
+        previous: the mask that a correction starts from, or that of the frame before.
     """
 
     video: int
@@ -133,8 +133,11 @@ class VideoSegmenter(SegmenterNetwork):
         jobs = []
         for place, (state, prompt) in enumerate(zip(ahead, said, strict=True)):
             for key in {**state.objects, **prompt}:
-                bank = state.objects[key].bank if key in state.objects else MemoryBank(self.policy)
-                job = Job(place, state.number, bank, prompt.get(key), is_fresh=key in prompt or not bank.frames)
+                one = state.objects.get(key)
+                bank = MemoryBank(self.policy) if one is None else one.bank
+                fresh = key in prompt or not bank.frames
+                before = one.mask_logits if self.previous_mask and one is not None and not fresh else None
+                job = Job(place, state.number, bank, prompt.get(key), is_fresh=fresh, previous=before)
                 jobs.append((place, key, job))
         found = self._find([job for _, _, job in jobs], ahead)
         objects: list[dict[int, TrackedObject]] = [{} for _ in ahead]
