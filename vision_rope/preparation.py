@@ -54,9 +54,7 @@ def create_loaders(config: TrainConfig, world: Distributed) -> tuple[list[str], 
         color_jitter=augment.color_jitter,
         interpolation=section.interpolation,
     )
-    eval_transform = create_eval(
-        section.size, crop_pct=config.evaluation.crop_pct, interpolation=section.interpolation
-    )
+    eval_transform = create_eval(section.size, crop_pct=config.evaluation.crop_pct, interpolation=section.interpolation)
     train_loader, val_loader = (
         data.create_loader(
             dataset,
