@@ -455,6 +455,34 @@ def test_training_follows_as_the_stream_does(segmenter: VideoSegmenter) -> None:
         assert_close(out.scores, torch.stack([one.object_score for one in state.objects.values()]), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_a_decoder_of_one_mask(training: bool) -> None:
+    """Whatever the prompt: one candidate, which is what the others' single mask would be."""
+    one, several = make(num_masks=0).train(training), make(num_masks=3).train(training)
+    weights = several.state_dict()
+    tokens = ("mask_decoder.mask_tokens.weight", "mask_decoder.iou_prediction_head.layers.2")
+    one.load_state_dict(
+        {
+            name: weights[name][: len(x)] if name.startswith(tokens) else weights[name]
+            for name, x in one.state_dict().items()
+        }
+    )
+    torch.manual_seed(0)
+    features, places = torch.randn(2, 32, 4, 6), torch.randn(1, 24, 32)
+    middle, fine = torch.randn(2, 8, 8, 12), torch.randn(2, 4, 16, 24)
+    for ambiguous in (False, True):
+        found = one.mask_decoder(features, places, torch.randn(2, 3, 32), middle, fine, ambiguous=ambiguous)
+        assert found.logits.shape == (2, 1, 16, 24)
+        assert found.qualities.shape == (2, 1)
+    assert (
+        several.mask_decoder(features, places, torch.randn(2, 3, 32), middle, fine, ambiguous=True).logits.shape[1] == 3
+    )
+    outputs = one(
+        torch.randn(1, 3, 2, 32, 32), torch.tensor([0]), points=torch.ones(1, 1, 2), labels=torch.ones(1, 1).long()
+    )
+    assert [x.logits.shape[1] for x in outputs] == [1, 1]
+
+
 def test_the_mask_of_the_frame_before() -> None:
     """As a prompt of the next frame: in a stream and in training alike; SAM 2 has none."""
     segmenter = make(previous_mask=True)

@@ -71,6 +71,8 @@ class SegmenterConfig:
         dropout: in memory attention, while training.
         mask_prompts: share of the training batches whose objects are shown by their masks.
         box_prompts: share of those whose objects are shown by boxes.
+        num_masks: candidate masks for prompts that can mean several things, of which SAM 2 has 3; 0 always has one
+            mask, which small trainings learn sooner.
         previous_mask: the decoder also gets the mask of the frame before, with which small trainings learn sooner;
             SAM 2 has the memory alone.
         bce: weight of the binary cross-entropy of masks.
@@ -88,6 +90,7 @@ class SegmenterConfig:
     dropout: float = 0.1
     mask_prompts: float = 0.5
     box_prompts: float = 0.25
+    num_masks: int = 0
     previous_mask: bool = True
     bce: float = 1.0
     focal: float = 0.0

@@ -127,6 +127,7 @@ def _build_segmenter(config: TrainConfig, position: dict[str, Any], chosen: dict
         mlp_dim=section.mlp_dim,
         num_heads=section.num_heads,
         dropout=section.dropout,
+        num_masks=section.num_masks,
         previous_mask=section.previous_mask,
         image_size=max(size),
         train_size=size,

@@ -298,6 +298,7 @@ def _segmentation_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
         ),
         ("augment.erasing", config.augment.erasing == 0, "would hide objects that are to be found; set it to 0"),
         *((f"segmenter.{name}", getattr(section, name) >= 1, "must be at least 1") for name in SEGMENTER_WIDTHS),
+        ("segmenter.num_masks", section.num_masks >= 0, "must not be negative"),
         ("segmenter.dropout", 0 <= section.dropout < 1, "must be at least 0 and below 1"),
         ("segmenter.mask_prompts", 0 <= section.mask_prompts <= 1, "is a share: 0 to 1"),
         (

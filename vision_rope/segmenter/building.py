@@ -32,6 +32,7 @@ def create_segmenter(
     dropout: float = 0.1,
     decoder_depth: int = 2,
     decoder_heads: int = 8,
+    num_masks: int = 3,
     image_size: int | None = None,
     train_size: tuple[int, int] | None = None,
     mean: Sequence[float] = (0.485, 0.456, 0.406),
@@ -50,6 +51,8 @@ def create_segmenter(
         memory_dim: channels of a stored frame.
         depth, mlp_dim, num_heads, dropout: of memory attention.
         decoder_depth, decoder_heads: of the mask decoder, whose perceptrons are as wide as those of memory attention.
+        num_masks: candidates of the decoder for prompts that can mean several things, as a click does; 0 always has one
+            mask, which small trainings learn sooner.
         image_size: the long side that frames are resized to; None takes them as they are.
         train_size: (height, width) in pixels that it is trained at, from which context extension counts.
         mean, std: of each channel, by which frames are normalised.
@@ -72,7 +75,7 @@ def create_segmenter(
         backbone,
         VideoMemory(attention, MemoryEncoder(dim, memory_dim), num_ages=policy.num_recent + 1),
         PromptEncoder(dim),
-        MaskDecoder(dim, depth=decoder_depth, num_heads=decoder_heads, mlp_dim=mlp_dim),
+        MaskDecoder(dim, depth=decoder_depth, num_heads=decoder_heads, mlp_dim=mlp_dim, num_masks=num_masks),
         image_size=image_size,
         train_size=train_size,
         mean=mean,

@@ -43,7 +43,8 @@ class MaskDecoder(nn.Module):
     Args:
         dim: channels of features and tokens; a multiple of 8.
         depth, num_heads, mlp_dim: of the transformer between tokens and features.
-        num_masks: candidates for a prompt that can mean several things, beside the one for a prompt that cannot.
+        num_masks: candidates for a prompt that can mean several things, beside the one for a prompt that cannot; 0 has
+            that one alone.
 
     Source: SAM (arXiv 2304.02643), appendix A; SAM 2 (arXiv 2408.00714), appendix D.1.
     """
@@ -107,10 +108,12 @@ class MaskDecoder(nn.Module):
             mask_tokens,
             self.pred_obj_score_head(tokens[:, 0]),
         )
+        single = Candidates(found.logits[:, :1], found.qualities[:, :1], found.tokens[:, :1], found.scores)
+        if mask_tokens.shape[1] == 1:
+            return single
         several = Candidates(found.logits[:, 1:], found.qualities[:, 1:], found.tokens[:, 1:], found.scores)
         if ambiguous:
             return several
-        single = Candidates(found.logits[:, :1], found.qualities[:, :1], found.tokens[:, :1], found.scores)
         return single if self.training else _stable(single, choose_best(several))
 
 
