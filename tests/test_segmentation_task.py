@@ -11,7 +11,7 @@ from torch import Tensor
 
 import vision_rope as vr
 from vision_rope import checkpoint, first_weights
-from vision_rope.config import SegmenterConfig, TrainConfig, load_config
+from vision_rope.config import SegmenterConfig, TrainConfig, load_config, to_yaml
 from vision_rope.data.segmented_clips import SegmentedClips
 from vision_rope.model_building import build_model
 from vision_rope.optimization import create_optimizer
@@ -188,6 +188,22 @@ def test_first_weights_of_a_segmenter_and_of_its_backbone(tmp_path: Path):
             torch.testing.assert_close(after[f"backbone.trunk.{name}"], value, rtol=0, atol=0)
     for name in fresh:
         torch.testing.assert_close(after[name], before[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("position", ["rope-vit-mixed", "learned", "t5"])
+def test_first_weights_of_a_run_of_another_size(tmp_path: Path, position: str) -> None:
+    """Files of runs tell their configuration: pseudo-videos at one size come before real ones at another."""
+    words = [*WORDS, "--model.position", position]
+    if position == "t5":
+        words += ["--model.position_options", "{max_distance: 2}"]
+    small, large = load_config(words), load_config([*words, "--data.size", "16x32"])
+    trained, model = build_model(small, 1), build_model(large, 1)
+    path = tmp_path / "best.safetensors"
+    checkpoint.save_weights(path, trained.state_dict(), {"config": to_yaml(small)})
+    assert first_weights.load_start(model, tmp_path) == []
+    moved = {"backbone.trunk.pos_embed"} if position == "learned" else set()
+    before, after = trained.state_dict(), model.state_dict()
+    assert {name for name in after if not torch.equal(before[name], after[name])} == moved
 
 
 # ---- configurations

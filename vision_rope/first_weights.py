@@ -14,7 +14,7 @@ from vision_rope.relative_encodings import T5
 from vision_rope.segmenter import VideoSegmenter
 from vision_rope.sizes import pixel_size
 from vision_rope.video.tubelets import resample_times
-from vision_rope.weight_metadata import adopt_pairing, warn_of_another_kind
+from vision_rope.weight_metadata import adopt_pairing, backbone_of, warn_of_another_kind
 
 
 def load_start(model: nn.Module, path: str | Path) -> list[str]:
@@ -88,8 +88,8 @@ def _load_but_head(model: nn.Module, state: dict[str, Tensor], path: Path, *, is
 
 def _check_buckets(model: Any, metadata: Mapping[str, str], path: Path) -> None:
     """T5's table has the same shape for any grid, so that nothing else would tell that its buckets moved."""
-    own = getattr(model, "encoder", model)
-    if "config" not in metadata or not isinstance(own.position, T5):
+    own = backbone_of(model)
+    if "config" not in metadata or not isinstance(getattr(own, "position", None), T5):
         return
     config = from_yaml(metadata["config"])
     grid = _trained_grid(own, config)
@@ -135,8 +135,10 @@ def _fit_absolute(model: Any, state: dict[str, Tensor], metadata: Mapping[str, s
     """Resample learned absolute embeddings whose training size the metadata tell."""
     own = model.state_dict()
     parts = {"pos_embed": model} | {f"{name}.pos_embed": getattr(model, name, None) for name in ("encoder", "decoder")}
+    if isinstance(model, VideoSegmenter):
+        parts = {"backbone.trunk.pos_embed": backbone_of(model)}
     wanted = [name for name in parts if _differs(state, own, name)]
     if "config" not in metadata or not wanted:
         return state
-    rows, columns = _trained_grid(model, from_yaml(metadata["config"]))[-2:]
+    rows, columns = _trained_grid(backbone_of(model), from_yaml(metadata["config"]))[-2:]
     return {**state, **{name: parts[name].fit_absolute(state[name], (rows, columns)) for name in wanted}}
