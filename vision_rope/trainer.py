@@ -25,7 +25,7 @@ from vision_rope.progress import show_progress, summarise
 from vision_rope.results import describe_clip_counts
 from vision_rope.rules import check_config
 from vision_rope.run_folder import Row, RunFolder, check_output, default_output
-from vision_rope.sizes import pixel_size, training_sizes
+from vision_rope.sizes import format_size, pixel_size, training_sizes
 from vision_rope.tasks import create_task
 
 # Steps between looks at whether the loss is finite, which wait for the device.
@@ -367,7 +367,7 @@ class Trainer:
 
     def _describe_data(self) -> str:
         data, masked = self.config.data, self.config.masked
-        sizes = f"{', '.join(data.train_sizes)} px at random" if data.train_sizes else f"{data.size} px"
+        sizes = f"{', '.join(data.train_sizes)} px at random" if data.train_sizes else f"{format_size(pixel_size(data.size))} px"
         sizes = format_point(sizes, self.config.video.num_frames, self.config.video.fps)
         if self.config.task == "masked":
             return f"{masked.ratio:.0%} of the patches hidden, {sizes}"
