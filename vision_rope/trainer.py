@@ -367,7 +367,8 @@ class Trainer:
 
     def _describe_data(self) -> str:
         data, masked = self.config.data, self.config.masked
-        sizes = f"{', '.join(data.train_sizes)} px at random" if data.train_sizes else f"{format_size(pixel_size(data.size))} px"
+        size = format_size(pixel_size(data.size))
+        sizes = f"{', '.join(data.train_sizes)} px at random" if data.train_sizes else f"{size} px"
         sizes = format_point(sizes, self.config.video.num_frames, self.config.video.fps)
         if self.config.task == "masked":
             return f"{masked.ratio:.0%} of the patches hidden, {sizes}"
