@@ -303,9 +303,8 @@ class Trainer:
                 self.folder.log(f"validation: {sentence}")
         self.validated = True
         if self.world.is_main and meter.first is not None and self.task.pictures is not None:
-            batch, outputs = meter.first
             picture = self.folder.path / self.task.pictures / f"epoch-{epoch + 1:04d}.png"
-            self.task.draw(batch, {"predicted": outputs}, picture)
+            self.task.draw(meter.first[0], {"predicted": meter.first[1]}, picture)
         return {f"val_{key}": row[key] for key in row if key not in ("images_per_second", "peak_memory_mb")}
 
     def _score(self, row: Row) -> tuple[float, ...]:
