@@ -19,7 +19,7 @@ from vision_rope.cli import main
 from vision_rope.data.davis import VideoSequence, find_sequences, read_ids, write_ids
 from vision_rope.evaluate_videos import FrameSize, SizedSegmenter, evaluate_videos, follows_objects, list_settings
 from vision_rope.propagation import CopyFirst
-from vision_rope.segmenter import MaskPrompt, VideoSegmenter, create_segmenter
+from vision_rope.segmenter import FrameSizeError, MaskPrompt, VideoSegmenter, create_segmenter
 from vision_rope.tracking_results import TrackingResult, average_by_frame, format_tracking, plot_tracking
 from vision_rope.tracking_scores import ResizedTracker, follow, score_sequence
 from vision_rope.vos_metrics import ObjectScores, region_similarity
@@ -125,6 +125,16 @@ def test_objects_that_nobody_showed_are_refused(walk: VideoSequence) -> None:
         score_sequence(Script(lambda step: {3: torch.ones(SIZE)}), walk)
 
 
+def test_frames_that_change_their_size_are_told(walk: VideoSequence, tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (9, 7)).save(tmp_path / "small.png")
+    sequence = VideoSequence("walk", (*walk.frames[:2], tmp_path / "small.png"), {0: walk.ids[0]})
+    with pytest.raises(FrameSizeError, match=r"sequence walk: small\.png has 7x9 pixels") as caught:
+        score_sequence(CopyFirst(), sequence)
+    assert (caught.value.number, caught.value.size, caught.value.first) == (2, (7, 9), SIZE)
+
+
 def test_frames_before_the_first_mask_and_frames_without(walk: VideoSequence) -> None:
     """Of five frames the second and the last two have ids: the second shows, and the last is left out."""
     sequence = VideoSequence("walk", walk.frames[:5], {1: walk.ids[1], 3: walk.ids[3], 4: walk.ids[4]})
@@ -145,6 +155,14 @@ def test_a_resized_tracker(walk: VideoSequence) -> None:
     assert inner.told[0][1][1].shape == (20, 42)
     assert region_similarity(masks[1] > 0, draw_ids(0) == 1) > 0.7
     assert inner.told[0][1][1].sum() == pytest.approx(144 * 20 / 40 * 42 / 56, rel=0.25)
+
+
+def test_a_resized_tracker_sees_small_objects() -> None:
+    tracker = Script(lambda step: {1: torch.zeros(10, 14)})
+    mask = torch.zeros(SIZE, dtype=torch.bool)
+    mask[21, 30] = True
+    ResizedTracker(tracker, (10, 14)).step(0, torch.zeros(3, *SIZE, dtype=torch.uint8), {1: MaskPrompt(mask)})
+    assert tracker.told[0][1][1].nonzero().tolist() == [[5, 7]]
 
 
 def test_sizes_as_text() -> None:

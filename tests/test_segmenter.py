@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import vision_rope as vr
+import vision_rope.data
 from vision_rope.memory import Gate
 from vision_rope.segmenter import FrameSizeError, VideoSegmenter, load_state, save_state
 from vision_rope.segmenter.framing import Framing
 from vision_rope.segmenter.mask_decoder import Candidates, choose_best
+from vision_rope.segmenter.prompt_encoder import RandomFourier
+from vision_rope.segmenter.state_files import FORMAT
 
 VIT: dict[str, Any] = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 64}
 SMALL: dict[str, Any] = {"dim": 32, "memory_dim": 16, "depth": 1, "mlp_dim": 48, "decoder_heads": 4}
@@ -212,6 +215,10 @@ def test_backwards(segmenter: VideoSegmenter) -> None:
     assert masks[1].isfinite().all()
 
 
+def test_nothing_can_be_turned_round(segmenter: VideoSegmenter) -> None:
+    assert segmenter.start().reverse().number == -1
+
+
 def test_an_empty_mask_and_an_object_that_is_gone() -> None:
     """Failure class 41: an empty mask and a low score, not the whole frame."""
     segmenter = make()
@@ -236,8 +243,10 @@ def test_an_empty_mask_and_an_object_that_is_gone() -> None:
 def test_frames_of_another_size_are_refused(segmenter: VideoSegmenter) -> None:
     """Failure class 39."""
     state, _ = segmenter.step(segmenter.start(), frames(1)[0], {1: PROMPTS["click"]})
-    with pytest.raises(FrameSizeError, match=r"48x96 pixels and those before had 64x96 \(rows x columns\)"):
+    with pytest.raises(FrameSizeError, match=r"48x96 pixels and those before had 64x96 \(rows x columns\)") as caught:
         segmenter.step(state, frames(1, height=48)[0])
+    assert (caught.value.number, caught.value.size, caught.value.first) == (1, (48, 96), (64, 96))
+    assert FrameSizeError is vision_rope.data.FrameSizeError
 
 
 @pytest.mark.parametrize(
@@ -249,11 +258,20 @@ def test_frames_of_another_size_are_refused(segmenter: VideoSegmenter) -> None:
         ({1: [PROMPTS["mask"], PROMPTS["click"]]}, "a mask stands alone"),
         ({1: [PROMPTS["box"], PROMPTS["box"]]}, "2 boxes"),
         ({1: vr.MaskPrompt(torch.ones(32, 32))}, "32x32 pixels and the frame 64x96"),
+        ({1: vr.BoxPrompt((96, 3, 120, 9))}, r"\(96.0, 3.0, 120.0, 9.0\), is outside the frame of 64x96"),
+        ({1: vr.BoxPrompt((3, -20, 9, -5))}, "is outside the frame"),
+        ({1: None}, "prompts of object 1 are None"),
+        ({1.5: PROMPTS["click"]}, "the object id 1.5 is a float; give whole numbers"),
+        ([PROMPTS["click"]], "prompts is a list; give a dictionary"),
     ],
 )
 def test_prompts_that_do_not_fit(segmenter: VideoSegmenter, prompts: Any, message: str) -> None:
+    state = segmenter.start()
     with pytest.raises(ValueError, match=message):
-        segmenter.step(segmenter.start(), frames(1)[0], prompts)
+        segmenter.step(state, frames(1)[0], prompts)
+    state, _ = segmenter.step(state, frames(1)[0])
+    with pytest.raises(ValueError, match=message):
+        segmenter.correct(state, prompts)
 
 
 @pytest.mark.parametrize(
@@ -266,6 +284,17 @@ def test_prompts_that_do_not_fit(segmenter: VideoSegmenter, prompts: Any, messag
         (lambda: vr.BoxPrompt((3, 3, 3, 9)), "box is"),
         (lambda: vr.BoxPrompt((3, 3, 9)), "box is"),
         (lambda: vr.MaskPrompt(np.zeros((3, 4, 4))), "mask has shape"),
+        (lambda: vr.PointPrompt((3, 4)), r"points is \(3, 4\)"),  # type: ignore[arg-type]
+        (lambda: vr.PointPrompt(None), "points is None"),  # type: ignore[arg-type]
+        (lambda: vr.PointPrompt([(1, 2)], 1), "labels is 1"),  # type: ignore[arg-type]
+        (lambda: vr.PointPrompt([(1, 2)], [0.7]), "labels is"),  # type: ignore[list-item]
+        (lambda: vr.BoxPrompt((0, 0, float("inf"), 5)), "box is"),
+        (lambda: vr.BoxPrompt((float("nan"), 0, 5, 5)), "box is"),
+        (lambda: vr.BoxPrompt(None), "box is None"),  # type: ignore[arg-type]
+        (lambda: vr.MaskPrompt("first.png"), "mask is a str"),
+        # What a segmenter returns: all of it would be the object.
+        (lambda: vr.MaskPrompt(torch.full((4, 4), -3.0)), "mask > 0"),
+        (lambda: vr.MaskPrompt(np.full((4, 4), np.nan)), "mask > 0"),
     ],
 )
 def test_prompts_that_are_none(build: Any, message: str) -> None:
@@ -280,6 +309,9 @@ def test_prompts_that_are_none(build: Any, message: str) -> None:
         (torch.zeros(64, 96, 3), "must be \\(3, height, width\\)"),
         (torch.zeros(3, 64, 96, dtype=torch.int64), "must be uint8"),
         (torch.zeros(3, 0, 96), "must be \\(3, height, width\\)"),
+        (torch.full((3, 64, 96), 255.0), "from 255 to 255; floats must be from 0 to 1: divide by 255"),
+        (torch.full((3, 64, 96), -2.0), "undo the normalisation"),
+        (torch.full((3, 64, 96), float("nan")), "from nan to nan"),
     ],
 )
 def test_frames_that_are_none(segmenter: VideoSegmenter, frame: Any, message: str) -> None:
@@ -297,6 +329,44 @@ def test_frames_as_arrays_tensors_and_pictures(segmenter: VideoSegmenter) -> Non
     for other in (array, Image.fromarray(array), frame.float() / 255):
         _, masks = segmenter.step(segmenter.start(), other, prompts)
         assert_close(masks[1], expected[1], atol=1e-6, rtol=0)
+
+
+def test_masks_of_all_kinds() -> None:
+    from PIL import Image
+
+    mask = disk().numpy()
+    kinds = [mask, mask.astype(np.uint8) * 255, mask.astype(np.uint16), mask[::-1][::-1], Image.fromarray(mask)]
+    for kind in [*kinds, mask.astype(np.float64), torch.from_numpy(mask), mask.tolist()]:
+        assert torch.equal(vr.MaskPrompt(kind).mask, disk())
+
+
+def test_ids_of_numpy_and_torch_are_plain_numbers(segmenter: VideoSegmenter, tmp_path: Path) -> None:
+    prompts = {np.int64(3): PROMPTS["click"], torch.tensor(5): PROMPTS["box"], "dog": PROMPTS["box"]}
+    state, masks = segmenter.step(segmenter.start(), frames(1)[0], prompts)  # type: ignore[arg-type]
+    assert list(masks) == [3, 5, "dog"]
+    save_state(state, tmp_path / "state.pt")
+    assert list(load_state(tmp_path / "state.pt").objects) == [3, 5, "dog"]
+    with pytest.raises(ValueError, match=r"the objects are \[3, 5, 'dog'\]"):
+        state.remove(4)
+
+
+def test_a_later_box_takes_the_place_of_the_one_before(segmenter: VideoSegmenter) -> None:
+    video = frames(1)
+    state, _ = segmenter.step(segmenter.start(), video[0], {1: [vr.BoxPrompt((1, 2, 9, 9)), PROMPTS["click"]]})
+    state, _ = segmenter.correct(state, {1: PROMPTS["box"]})
+    prompt = state.objects[1].prompt
+    assert prompt is not None
+    assert prompt.labels.tolist() == [1, 2, 3]
+    assert prompt.points.tolist() == [[40, 30], [26, 16], [54, 44]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_points_are_as_sharp_in_half_precision(dtype: torch.dtype) -> None:
+    encoding = RandomFourier(64).to(dtype)
+    places = torch.rand(200, 2)
+    angles = 2 * torch.pi * (2 * places - 1) @ encoding.positional_encoding_gaussian_matrix.float()
+    expected = torch.cat((angles.sin(), angles.cos()), dim=-1)
+    assert_close(encoding(places).float(), expected, atol=torch.finfo(dtype).eps, rtol=0)
 
 
 def test_a_stream_without_objects_costs_nothing_but_the_backbone(segmenter: VideoSegmenter) -> None:
@@ -327,6 +397,31 @@ def test_image_size_keeps_the_aspect_ratio() -> None:
     assert found[1][1].shape == (72, 128)
     inside, whole = found[0][1] > 0, disk(72, 128, 60, 40, 25)
     assert (inside & whole).sum() / (inside | whole).sum() > 0.9
+
+
+def test_small_objects_do_not_vanish() -> None:
+    """A pixel is less than half of a cell of a frame that is made smaller; others lose nothing."""
+    small = make(image_size=32)
+    mask = torch.zeros(256, 384, dtype=torch.bool)
+    mask[100, 200] = True
+    state, _ = small.step(
+        small.start(), frames(1, 256, 384)[0], {1: vr.MaskPrompt(mask), 2: vr.MaskPrompt(mask & False)}
+    )
+    assert state.objects[1].object_score > 0 > state.objects[2].object_score
+    framing = Framing.fit((256, 384), 16, 32)
+    laid = framing.lay_mask(torch.stack((mask, disk(256, 384, 200, 100, 60))), (2, 2))
+    # The pixel's cell is the middle of its place.
+    assert laid[0, 0].nonzero().tolist() == [[8, 16]]
+    plain = torch.nn.functional.interpolate(
+        disk(256, 384, 200, 100, 60)[None, None].float(), size=(21, 32), mode="bilinear", antialias=True
+    )
+    assert torch.equal(laid[1, 0, :21], (plain[0, 0] >= 0.5).float())
+
+
+@pytest.mark.parametrize("image_size", [0, -5, 16.5, "64"])
+def test_image_sizes_that_are_none(image_size: Any) -> None:
+    with pytest.raises(ValueError, match=r"image_size is .*; give the long side in pixels"):
+        Framing.fit((64, 96), 16, image_size)
 
 
 def test_points_and_masks_go_and_come_back() -> None:
@@ -419,7 +514,8 @@ def test_states_in_files(segmenter: VideoSegmenter, tmp_path: Path) -> None:
     assert (tmp_path / "state.pt").stat().st_size < 3 * state.num_bytes() + 2_000_000
     (tmp_path / "cut.pt").write_bytes((tmp_path / "state.pt").read_bytes()[:1000])
     torch.save({"format": "other"}, tmp_path / "other.pt")
-    for name in ("cut.pt", "other.pt"):
+    torch.save({"format": FORMAT, "state": ()}, tmp_path / "no state.pt")
+    for name in ("cut.pt", "other.pt", "no state.pt"):
         with pytest.raises(ValueError, match="no state of a segmenter"):
             load_state(tmp_path / name)
     with pytest.raises(FileNotFoundError, match="is no file"):

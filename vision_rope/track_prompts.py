@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vision_rope.data.davis import VOID, read_ids
 from vision_rope.segmenter import BoxPrompt, MaskPrompt, PointPrompt
-from vision_rope.segmenter.prompts import Prompt, gather
+from vision_rope.segmenter.prompts import Prompt, gather_all
 
 # By the number of a frame and the id of an object.
 Prompts = Mapping[int, Mapping[int, Sequence[Prompt]]]
@@ -55,11 +55,12 @@ def read_prompts(flags: Sequence[tuple[str, str]]) -> Prompts:
 def check_prompts(prompts: Prompts, size: tuple[int, int]) -> None:
     """Refuse prompts that do not fit into frames of a size (rows, columns).
 
-    Raises: ValueError naming the object.
+    Raises: ValueError naming the object, and for frames before the first.
     """
-    for objects in prompts.values():
-        for object_id, given in objects.items():
-            gather(given, object_id, size)
+    for frame, objects in prompts.items():
+        if frame < 0:
+            raise ValueError(f"there are prompts at frame {frame}; frames count from 0")
+        gather_all(objects, size)
 
 
 class _Reader:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vision_rope.data.davis import VideoSequence, write_ids
+from vision_rope.segmenter.framing import FrameSizeError, choose_cells
 from vision_rope.segmenter.prompts import MaskPrompt
 from vision_rope.tracking_output import merge_masks
 from vision_rope.vos_metrics import ObjectScores, check_ids, choose_judged
@@ -81,7 +82,9 @@ class ResizedTracker:
         self, state: Any, frame: Tensor, prompts: Mapping[int, MaskPrompt] | None = None
     ) -> tuple[Any, dict[int, Tensor]]:
         """See `Tracker.step`; the masks have the size of the frame that came."""
-        shown = {key: MaskPrompt(self._resize(given.mask.float()) >= 0.5) for key, given in (prompts or {}).items()}
+        shown = {
+            key: MaskPrompt(choose_cells(self._resize(given.mask.float()))) for key, given in (prompts or {}).items()
+        }
         state, masks = self.tracker.step(state, self._resize(frame.float() / 255).clamp(0, 1), shown or None)
         return state, {key: _resize(mask, (frame.shape[-2], frame.shape[-1])) for key, mask in masks.items()}
 
@@ -93,13 +96,25 @@ def follow(tracker: Tracker, sequence: VideoSequence, device: torch.device | str
     """Follow all objects of a sequence, one frame in memory at a time.
 
     Each object is shown by its mask in the frame where it is first marked; frames before that have nothing of it.
+
+    Raises: FrameSizeError where a frame has another size than the first.
     """
     appearances = sequence.appearances
     begin = min(appearances.values(), default=len(sequence))
     state = tracker.start()
+    first: tuple[int, int] | None = None
     for index in range(len(sequence)):
         frame = sequence.read_frame(index).to(device)
         size = (frame.shape[-2], frame.shape[-1])
+        first = first or size
+        if size != first:
+            raise FrameSizeError(
+                f"sequence {sequence.name}: {sequence.frames[index].name} has {size[0]}x{size[1]} pixels (rows x "
+                f"columns), but the first frame has {first[0]}x{first[1]}; resize it and its ids",
+                number=index,
+                size=size,
+                first=first,
+            )
         if index < begin:
             yield Followed(index, torch.zeros(size, dtype=torch.uint8), None)
             continue

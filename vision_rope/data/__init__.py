@@ -10,8 +10,9 @@ from vision_rope.data.loader import DeviceLoader, create_loader
 from vision_rope.data.segmented_augment import segmented_eval_transform, segmented_train_transform
 from vision_rope.data.segmented_clips import SegmentedClip, SegmentedClips, SegmentedSource
 from vision_rope.data.sources import ImageSource, IterableSource
-from vision_rope.data.streams import BrokenStreamError, FrameSizeError, FrameStream, StreamFrame, open_stream
+from vision_rope.data.streams import BrokenStreamError, FrameStream, StreamFrame, open_stream
 from vision_rope.data.video_datasets import CLIP_DATASETS
+from vision_rope.segmenter.framing import FrameSizeError
 
 __all__ = [
     "CLIP_DATASETS",

@@ -16,6 +16,7 @@ from vision_rope.data.decode_video import BrokenVideoError
 from vision_rope.data.frame_sources import FrameSource, Shown, exact_rate, open_source, refuse_decoder, take_frames
 from vision_rope.data.read_ahead import read_ahead
 from vision_rope.data.video_sources import NOMINAL_FPS
+from vision_rope.segmenter.framing import FrameSizeError
 
 Decoder = Literal["pyav", "torchcodec", "nvdec"]
 
@@ -24,24 +25,6 @@ class BrokenStreamError(BrokenVideoError):
     """A stream that gives no frames; `path` and `reason` say which and why."""
 
     complaint = "cannot be read"
-
-
-class FrameSizeError(ValueError):
-    """A frame that has another size than the first one.
-
-    Attributes:
-        number: of the frame, from 0 on.
-        size, first: rows and columns of it and of the first frame.
-    """
-
-    def __init__(self, name: str, number: int, size: tuple[int, int], first: tuple[int, int]) -> None:
-        super().__init__(
-            f"{name}: frame {number} has {size[0]}x{size[1]} pixels (rows x columns), but the first one has "
-            f"{first[0]}x{first[1]}; resize=True (--resize) brings all frames to the size of the first"
-        )
-        self.number = number
-        self.size = size
-        self.first = first
 
 
 class StreamFrame(NamedTuple):
@@ -97,7 +80,14 @@ class FrameStream:
         if _size(pixels) != self.size:
             if not self._resize:
                 self.close()
-                raise FrameSizeError(self.name, number, _size(pixels), self.size)
+                size, first = _size(pixels), self.size
+                raise FrameSizeError(
+                    f"{self.name}: frame {number} has {size[0]}x{size[1]} pixels (rows x columns), but the first one "
+                    f"has {first[0]}x{first[1]}; resize=True (--resize) brings all frames to the size of the first",
+                    number=number,
+                    size=size,
+                    first=first,
+                )
             pixels = _resize(pixels, self.size)
         if seconds is None or self._source.evenly:
             seconds = float(number / exact_rate(self.fps or NOMINAL_FPS))
@@ -127,7 +117,8 @@ def open_stream(
 ) -> FrameStream:
     """Open a stream of frames; as many as wait are in memory, however long it is.
 
-    Damage is no error: all frames that can be decoded come, and `damage` tells of the others afterwards.
+    Damage of a video is no error: all frames that can be decoded come, and `damage` tells of the others afterwards. A
+    picture that cannot be decoded is one.
 
     Args:
         source: a video file in any container and codec that FFmpeg knows; a folder of pictures, taken in the order of

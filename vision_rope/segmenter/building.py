@@ -40,7 +40,7 @@ def create_segmenter(
     policy: MemoryPolicy | None = None,
     previous_mask: bool = False,
 ) -> VideoSegmenter:
-    """A video segmenter on a backbone; its memory and its decoder start with random weights.
+    """A video segmenter on a backbone, in training mode; its memory and its decoder start with random weights.
 
     Args:
         model: of `create_model` or timm, or timm's name of one: a vision transformer, which gets the position encoding,

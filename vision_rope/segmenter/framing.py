@@ -12,6 +12,23 @@ from torch.nn import functional
 from vision_rope.memory.encoder import MASK_STRIDE
 
 Size = tuple[int, int]
+# How far beyond 0 and 1 frames may be that were resized with a sharp filter.
+OVERSHOOT = 0.5
+
+
+class FrameSizeError(ValueError):
+    """A frame that has another size than the first one of its video.
+
+    Attributes:
+        number: of the frame, from 0 on.
+        size, first: rows and columns of it and of the first frame.
+    """
+
+    def __init__(self, message: str, *, number: int, size: Size, first: Size) -> None:
+        super().__init__(message)
+        self.number = number
+        self.size = size
+        self.first = first
 
 
 @dataclass(frozen=True)
@@ -32,9 +49,15 @@ class Framing:
         Args:
             stride: the padded size is a multiple of it.
             image_size: the long side that frames are resized to; None leaves them as they are.
+
+        Raises: ValueError for an image_size that is no number of pixels.
         """
         if image_size is None:
             resized = frame
+        elif isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1:
+            raise ValueError(
+                f"image_size is {image_size!r}; give the long side in pixels, 1 or more, or None for frames as they are"
+            )
         else:
             scale = image_size / max(frame)
             resized = (max(1, round(frame[0] * scale)), max(1, round(frame[1] * scale)))
@@ -64,7 +87,7 @@ class Framing:
         """
         laid = self.lay(mask[:, None].float())
         size = (MASK_STRIDE * grid[0], MASK_STRIDE * grid[1])
-        return (_resize(laid, size) >= 0.5).float()
+        return choose_cells(_resize(laid, size)).float()
 
     def lift(self, mask_logits: Tensor) -> Tensor:
         """Logits of a grid as those of the frame's pixels.
@@ -73,6 +96,17 @@ class Framing:
         """
         x = functional.interpolate(mask_logits, size=self.padded, mode="bilinear", align_corners=False)
         return _resize(x[..., : self.resized[0], : self.resized[1]], self.frame)[:, 0]
+
+
+def choose_cells(shares: Tensor) -> Tensor:
+    """The cells that stand for a mask: those that it fills half; where there are none, those that it fills most.
+
+    A small object must not become one that is not there.
+
+    Shapes: (..., height, width), from 0 to 1 -> bool (..., height, width)
+    """
+    most = shares.amax((-2, -1), keepdim=True)
+    return (shares > 0) & (shares >= most.clamp(max=0.5))
 
 
 def read_frame(frame: Any, device: torch.device) -> Tensor:
@@ -107,6 +141,14 @@ def read_frame(frame: Any, device: torch.device) -> Tensor:
         return x.to(device, non_blocking=True).float() / 255
     if not x.is_floating_point():
         raise ValueError(f"frame has dtype {x.dtype}; it must be uint8, or floating point from 0 to 1")
+    # The answer of a GPU would have to be waited for.
+    if x.device.type == "cpu":
+        low, high = x.min().item(), x.max().item()
+        if not -OVERSHOOT <= low <= high <= 1 + OVERSHOOT:
+            raise ValueError(
+                f"frame has values from {low:g} to {high:g}; floats must be from 0 to 1: divide by 255, or undo the "
+                "normalisation"
+            )
     return x.to(device, torch.float32, non_blocking=True)
 
 

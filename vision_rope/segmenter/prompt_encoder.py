@@ -74,8 +74,8 @@ class PromptEncoder(nn.Module):
         """
         rows, columns = grid
         like = self.pe_layer.positional_encoding_gaussian_matrix
-        y = (torch.arange(rows, device=like.device, dtype=like.dtype) + 0.5) / rows
-        x = (torch.arange(columns, device=like.device, dtype=like.dtype) + 0.5) / columns
+        y = (torch.arange(rows, device=like.device) + 0.5) / rows
+        x = (torch.arange(columns, device=like.device) + 0.5) / columns
         places = torch.stack((x.expand(rows, -1), y[:, None].expand(-1, columns)), dim=-1)
         return self.pe_layer(places.flatten(0, 1)[None])
 
@@ -100,5 +100,7 @@ class RandomFourier(nn.Module):
         Units: places in shares of the frame
         """
         matrix = self.positional_encoding_gaussian_matrix
-        angles = (2 * places.to(matrix) - 1) @ matrix * (2 * math.pi)
-        return torch.cat((angles.sin(), angles.cos()), dim=-1)
+        # Not in bfloat16, which would move points by a 256th of the frame.
+        wide = torch.promote_types(matrix.dtype, torch.float32)
+        angles = (2 * math.pi) * ((2 * places.to(wide) - 1)[..., None] * matrix.to(wide)).sum(-2)
+        return torch.cat((angles.sin(), angles.cos()), dim=-1).to(matrix.dtype)

@@ -68,8 +68,10 @@ def load_sam2(
         depth = len({name[len(prefix) :].split(".")[0] for name in state_dict if name.startswith(prefix)})
         trunk = TRUNKS[width, depth]
     except KeyError as error:
+        sizes = ", ".join(map(str, TRUNKS))
         raise ValueError(
-            f"{error.args[0]} is no trunk of SAM 2, whose sizes have (channels, blocks) {', '.join(map(str, TRUNKS))}"
+            f"the trunk of SAM 2 cannot be told from {error.args[0]}, which must be a weight that is there, and "
+            f"(channels, blocks) one of {sizes}"
         ) from None
     memory = load_video_memory(state_dict)
     dim = memory.memory_encoder.dim

@@ -13,18 +13,14 @@ from torch import Tensor
 from vision_rope.memory.bank import MemoryBank, join_banks
 from vision_rope.memory.weights import read_weights
 from vision_rope.segmenter.backbone import Pyramid
-from vision_rope.segmenter.framing import Framing, read_frame
+from vision_rope.segmenter.framing import FrameSizeError, Framing, read_frame
 from vision_rope.segmenter.mask_decoder import choose_best
 from vision_rope.segmenter.network import SegmenterNetwork
-from vision_rope.segmenter.prompts import ObjectPrompt, Prompt, gather
+from vision_rope.segmenter.prompts import ObjectPrompt, Prompt, gather_all
 from vision_rope.segmenter.state import SegmenterState, TrackedObject
 
 Prompts = Mapping[int, Prompt | Iterable[Prompt]]
 Masks = dict[int, Tensor]
-
-
-class FrameSizeError(ValueError):
-    """A frame has another size than those before it in its video."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +118,7 @@ class VideoSegmenter(SegmenterNetwork):
         read = [read_frame(frame, self.device) for frame in frames]
         framings = [self._framing(state, frame) for state, frame in zip(states, read, strict=True)]
         said = [
-            {key: gather(given, key, framing.frame) for key, given in (prompt or {}).items()}
+            gather_all({} if prompt is None else prompt, framing.frame)
             for framing, prompt in zip(framings, prompts, strict=True)
         ]
         features = self._look(read, framings)
@@ -159,8 +155,7 @@ class VideoSegmenter(SegmenterNetwork):
         if state.framing is None:
             raise ValueError("the state has no frame yet to correct anything on; give the first one to `step`")
         jobs = {}
-        for key, given in prompts.items():
-            prompt = gather(given, key, state.framing.frame)
+        for key, prompt in gather_all(prompts, state.framing.frame).items():
             one = state.objects.get(key)
             if one is None:
                 jobs[key] = Job(0, state.number, MemoryBank(self.policy), prompt, is_fresh=True)
@@ -195,7 +190,7 @@ class VideoSegmenter(SegmenterNetwork):
         one = state.objects.get(object_id)
         if one is None or one.is_fresh or state.features is None or not one.before.frames:
             why = "is not there" if one is None else "was found without memory in the last frame"
-            raise ValueError(f"object_id is {object_id!r}, which {why}; the objects are {sorted(state.objects)}")
+            raise ValueError(f"object_id is {object_id!r}, which {why}; the objects are {list(state.objects)}")
         tokens, place = self.tokens(state.features)
         entries = self.memory.read_entries(one.before, state.number, num_frames=state.num_frames)
         grid = state.features.grid
@@ -216,7 +211,10 @@ class VideoSegmenter(SegmenterNetwork):
             before = state.framing.frame
             raise FrameSizeError(
                 f"frame has {size[0]}x{size[1]} pixels and those before had {before[0]}x{before[1]} (rows x columns); "
-                "resize it, or start anew"
+                "resize it, or start anew",
+                number=state.number + 1,
+                size=size,
+                first=before,
             )
         return state.framing
 

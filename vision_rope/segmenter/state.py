@@ -62,14 +62,17 @@ class SegmenterState:
         Raises: ValueError where there is no such object.
         """
         if object_id not in self.objects:
-            raise ValueError(f"object_id is {object_id!r}; the objects are {sorted(self.objects)}")
+            raise ValueError(f"object_id is {object_id!r}; the objects are {list(self.objects)}")
         return replace(self, objects={key: value for key, value in self.objects.items() if key != object_id})
 
     def reverse(self) -> SegmenterState:
         """A state that goes on backwards: the next step takes the frame before the last one.
 
-        Everything that is stored stays and is as far away as before.
+        Everything that is stored stays and is as far away as before. Correct the last frame before: afterwards what was
+        tracked on the way to it lies ahead, and is not read.
         """
+        if self.framing is None:
+            return self
         objects = {
             key: replace(value, bank=value.bank.reverse(), before=value.before.reverse())
             for key, value in self.objects.items()

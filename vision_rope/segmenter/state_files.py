@@ -57,7 +57,10 @@ def load_state(path: str | Path, device: str | torch.device = "cpu") -> Segmente
         stored = torch.load(path, map_location=device, weights_only=True)
         if stored["format"] != FORMAT:
             raise ValueError(f"its format is {stored['format']!r}")
-        return _rebuild(stored["state"])
+        state = _rebuild(stored["state"])
+        if not isinstance(state, SegmenterState):
+            raise ValueError(f"it holds a {type(state).__name__}")
+        return state
     except Exception as error:  # what a damaged file raises depends on the byte
         raise ValueError(f"{path} is no state of a segmenter, which save_state writes: {error}") from error
 
