@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import vision_rope as vr
@@ -421,3 +422,31 @@ def test_a_real_segmenter_gives_the_masks_of_its_steps(tmp_path: Path) -> None:
             assert int(row["object"]) == key
             assert float(row["score"]) == pytest.approx(one.object_score.sigmoid().item(), abs=1e-5)
             assert float(row["quality"]) == pytest.approx(one.mask_quality.item(), abs=1e-5)
+
+
+def test_patches_follow_masks_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A square that moves over noise; points and boxes are refused, and the table leaves out what nothing tells."""
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 60, (48, 80, 3), np.uint8)
+    folder = tmp_path / "frames"
+    folder.mkdir()
+    for number in range(4):
+        frame = noise.copy()
+        frame[10:30, 10 + 4 * number : 30 + 4 * number] = (250, 200, 40)
+        Image.fromarray(frame).save(folder / f"{number}.png")
+    mask = np.zeros((48, 80), np.uint8)
+    mask[10:30, 10:30] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    words = f"track {folder} --weights patches --out none --masks {tmp_path}/masks --csv {tmp_path}/a.csv --no-progress"
+    assert cli.main([*words.split(), "--mask", str(tmp_path / "mask.png")]) == 0
+    ids = read_ids(tmp_path / "masks" / "00003.png") == 1
+    truth = torch.zeros(48, 80, dtype=torch.bool)
+    truth[10:30, 22:42] = True
+    assert (ids & truth).sum() / (ids | truth).sum() > 0.8
+    assert [(row["score"], row["quality"]) for row in read_rows(tmp_path / "a.csv")] == [("", "")] * 4
+    for more, message in (
+        ("--box 1,1,9,9", "follows masks alone"),
+        (f"--mask {tmp_path}/mask.png --size 64", "--size"),
+    ):
+        assert cli.main([*words.replace("/masks", "/other").split(), *more.split()]) == 2
+        assert message in capsys.readouterr().err

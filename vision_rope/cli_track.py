@@ -14,6 +14,7 @@ EXAMPLES = """prompts:
 examples:
   vision-rope track dog.mp4 --weights sam2.1_hiera_tiny.pt --point 640,360
   vision-rope track dog.mp4 --weights runs/segmenter --mask first.png
+  vision-rope track dog.mp4 --weights patches --mask first.png
   vision-rope track street.mp4 --weights W --box 10,20,90,140 --box 200,30,260,150 --at 48 --point 300,80
   vision-rope track dog.mp4 --weights W --point 640,360,700,380 --not-point 20,20 --at 90 --object 1 --point 610,350
   vision-rope track 0 --weights W --point 320,240 --max-frames 300
@@ -41,7 +42,11 @@ def add_track(commands: Any) -> None:
     )
     add = parser.add_argument
     add("video", metavar="VIDEO", help="a video file, a folder of pictures, the number of a camera, or an address")
-    add("--weights", required=True, help="a SAM 2 checkpoint, a run folder or its best.safetensors")
+    add(
+        "--weights",
+        required=True,
+        help="a SAM 2 checkpoint, a run folder or its best.safetensors; patches: follow colours, without weights",
+    )
     prompts = parser.add_argument_group("prompts, in their order")
     for flag, form, help in (
         ("--point", "X,Y[,X,Y...]", "points inside a new object"),

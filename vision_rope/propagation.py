@@ -6,7 +6,7 @@ of the first and the latest frames.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -44,7 +44,7 @@ class CopyFirst:
         return CopyState()
 
     def step(
-        self, state: CopyState, frame: Tensor, prompts: Mapping[int, MaskPrompt] | None = None
+        self, state: CopyState, frame: Tensor, prompts: Mapping[int, MaskPrompt | Sequence[MaskPrompt]] | None = None
     ) -> tuple[CopyState, dict[int, Tensor]]:
         """Look at a frame: a new state, and the masks of all objects; see `VideoSegmenter.step`."""
         masks = dict(state.masks)
@@ -140,7 +140,7 @@ class PatchPropagation:
         return PatchState()
 
     def step(
-        self, state: PatchState, frame: Tensor, prompts: Mapping[int, MaskPrompt] | None = None
+        self, state: PatchState, frame: Tensor, prompts: Mapping[int, MaskPrompt | Sequence[MaskPrompt]] | None = None
     ) -> tuple[PatchState, dict[int, Tensor]]:
         """Follow all objects into a frame: a new state, and their masks; see `VideoSegmenter.step`.
 
@@ -259,10 +259,11 @@ def rgb_to_lab(colours: Tensor) -> Tensor:
     return torch.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
-def _read_prompts(prompts: Mapping[int, MaskPrompt] | None, frame: Tensor) -> dict[int, Tensor]:
+def _read_prompts(prompts: Mapping[int, MaskPrompt | Sequence[MaskPrompt]] | None, frame: Tensor) -> dict[int, Tensor]:
     """Masks of prompts, on the device of the frame."""
     masks = {}
-    for object_id, prompt in (prompts or {}).items():
+    for object_id, given in (prompts or {}).items():
+        prompt = given[0] if isinstance(given, list | tuple) and len(given) == 1 else given
         if not isinstance(prompt, MaskPrompt):
             raise ValueError(f"prompts[{object_id}] is a {type(prompt).__name__}, but a floor needs a MaskPrompt")
         if prompt.mask.shape != frame.shape[-2:]:

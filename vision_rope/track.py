@@ -19,6 +19,8 @@ from torch import Tensor
 from vision_rope.data.streams import FrameStream, open_stream
 from vision_rope.parallel import choose_device
 from vision_rope.progress import show_frames
+from vision_rope.propagation import PatchPropagation
+from vision_rope.segmenter.prompts import MaskPrompt
 from vision_rope.track_prompts import Prompts, check_prompts, read_prompts
 from vision_rope.tracking_output import MaskFolder, ObjectRow, ObjectTable, describe_objects, merge_masks, overlay
 from vision_rope.video_writer import VideoWriter
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from vision_rope.segmenter import VideoSegmenter
 
 DEFAULT_OUTPUT = "runs/track"
+# In the place of weights: propagation of patches, which needs none.
+WITHOUT_WEIGHTS = "patches"
 
 
 class TrackedFrame(NamedTuple):
@@ -62,21 +66,23 @@ class Outcome(NamedTuple):
 
 
 def track_frames(
-    stream: FrameStream, segmenter: VideoSegmenter, prompts: Prompts
+    stream: FrameStream, segmenter: VideoSegmenter | PatchPropagation, prompts: Prompts
 ) -> Generator[TrackedFrame, None, None]:
     """Follow objects through a stream; of the past nothing is kept but the memory of the segmenter.
 
     Args:
         prompts: by frame and object id. The first ones of an object begin it; later ones correct it.
     """
-    state = segmenter.start()
+    state: Any = segmenter.start()
     for number, pixels, seconds in stream:
         given = prompts.get(number, {})
-        begun = {key: said for key, said in given.items() if key not in state.objects}
-        state, masks = segmenter.step(state, pixels, begun)
+        # What knows no corrections begins anew.
+        anew = not hasattr(segmenter, "correct")
+        begun = {key: said for key, said in given.items() if anew or key not in state.objects}
+        state, masks = segmenter.step(state, pixels, begun)  # type: ignore[arg-type]
         if later := {key: said for key, said in given.items() if key not in begun}:
             # With its memory and its mask on this frame, which a prompt to `step` would start without.
-            state, masks = segmenter.correct(state, later)
+            state, masks = segmenter.correct(state, later)  # type: ignore[union-attr]
         ids = merge_masks(masks, stream.size).cpu()
         rows = describe_objects(number, ids, _figures(state.objects))
         yield TrackedFrame(number, pixels, seconds, ids, rows)
@@ -84,7 +90,7 @@ def track_frames(
 
 def track(
     stream: FrameStream,
-    segmenter: VideoSegmenter,
+    segmenter: VideoSegmenter | PatchPropagation,
     prompts: Prompts,
     *,
     out: str | Path | None = None,
@@ -162,7 +168,7 @@ def run_track(parsed: Any) -> int:
         outputs = _choose_outputs(parsed, stream.name)
         outcome = track(
             stream,
-            _load(parsed, device),
+            _load(parsed, prompts, device),
             prompts,
             out=outputs["out"],
             masks=outputs["masks"],
@@ -181,7 +187,17 @@ def run_track(parsed: Any) -> int:
     return 0 if outcome.is_whole else 130
 
 
-def _load(parsed: Any, device: torch.device) -> VideoSegmenter:
+def _load(parsed: Any, prompts: Prompts, device: torch.device) -> VideoSegmenter | PatchPropagation:
+    if parsed.weights == WITHOUT_WEIGHTS:
+        if parsed.size is not None:
+            raise ValueError(f"--size is {parsed.size}, but {WITHOUT_WEIGHTS} has a scale of its own; leave it out")
+        for said in (said for of_frame in prompts.values() for of_object in of_frame.values() for said in of_object):
+            if not isinstance(said, MaskPrompt):
+                raise ValueError(
+                    f"--weights is {WITHOUT_WEIGHTS}, which follows masks alone; give --mask FILE, or weights of a "
+                    "segmenter for points and boxes"
+                )
+        return PatchPropagation()
     from vision_rope.segmenter import VideoSegmenter
 
     options = {} if parsed.size is None else {"image_size": parsed.size}
@@ -202,8 +218,10 @@ def _choose_outputs(parsed: Any, name: str) -> dict[str, Path | None]:
     }
 
 
-def _figures(objects: Any) -> dict[int, tuple[float, float]]:
-    """Scores and qualities of all objects, in one transfer from the device."""
+def _figures(objects: Any) -> dict[int, tuple[float | None, float | None]]:
+    """Scores and qualities of all objects, in one transfer from the device; None of what tells none."""
+    if not all(hasattr(one, "object_score") for one in objects.values()):
+        return dict.fromkeys(objects, (None, None))
     if not objects:
         return {}
     figures = [torch.stack((one.object_score, one.mask_quality)) for one in objects.values()]

@@ -25,8 +25,8 @@ class ObjectRow(NamedTuple):
         object: its id.
         area: its pixels in the ids of the frame.
         x0, y0, x1, y1: the edges of its box in pixels: x1 - x0 is its width; None where it has no pixels.
-        score: probability that the object is in the frame.
-        quality: predicted IoU of its mask.
+        score: probability that the object is in the frame; None where nothing tells it.
+        quality: predicted IoU of its mask; None where nothing tells it.
     """
 
     frame: int
@@ -36,8 +36,8 @@ class ObjectRow(NamedTuple):
     y0: int | None
     x1: int | None
     y1: int | None
-    score: float
-    quality: float
+    score: float | None
+    quality: float | None
 
 
 def merge_masks(masks: Mapping[int, Tensor], size: tuple[int, int]) -> Tensor:
@@ -99,7 +99,9 @@ def _contours(ids: Tensor) -> Tensor:
     return edge & (ids > 0)
 
 
-def describe_objects(frame: int, ids: Tensor, figures: Mapping[int, tuple[float, float]]) -> list[ObjectRow]:
+def describe_objects(
+    frame: int, ids: Tensor, figures: Mapping[int, tuple[float | None, float | None]]
+) -> list[ObjectRow]:
     """A row for each object of a frame.
 
     Args:
@@ -109,7 +111,7 @@ def describe_objects(frame: int, ids: Tensor, figures: Mapping[int, tuple[float,
     rows = []
     for object_id, (score, quality) in figures.items():
         mask = ids == object_id
-        probability = torch.tensor(score, dtype=torch.float64).sigmoid().item()
+        probability = None if score is None else torch.tensor(score, dtype=torch.float64).sigmoid().item()
         rows.append(ObjectRow(frame, object_id, int(mask.sum()), *_find_box(mask), probability, quality))
     return rows
 
@@ -135,7 +137,8 @@ class ObjectTable:
     def write(self, rows: Iterable[ObjectRow]) -> None:
         """Add the rows of a frame."""
         for row in rows:
-            self._writer.writerow((*row[:7], f"{row.score:.6f}", f"{row.quality:.6f}"))
+            figures = ("" if x is None else f"{x:.6f}" for x in (row.score, row.quality))
+            self._writer.writerow((*row[:7], *figures))
 
     def __enter__(self) -> ObjectTable:
         return self
