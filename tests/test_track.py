@@ -151,6 +151,8 @@ class TestPrompts:
         with pytest.raises(ValueError, match=r"mask of object 2 has 6x8 pixels and the frame 5x8"):
             check_prompts({0: prompts}, (5, 8))
         check_prompts({0: prompts}, (6, 8))
+        with pytest.raises(ValueError, match="there are prompts at frame -1; frames count from 0"):
+            check_prompts({-1: prompts}, (6, 8))
 
     @pytest.mark.parametrize(
         ("flag", "value", "message"),
@@ -354,6 +356,10 @@ class TestEnds:
             (["--max-frames", "0", "--point", "3,3"], "--max-frames is 0"),
             ([], "nothing says where the objects are"),
             (["--point", "3,3", "--out", "a.txt"], "a video must end in .mp4"),
+            (["--point", "3,3", "--size", "0"], "--size is 0, but it must be 1 or more"),
+            (["--point", "3,3", "--out", "grey.mp4"], "--out is grey.mp4, but"),
+            (["--point", "3,3", "--csv", "./grey.mp4"], "grey.mp4 is read; give another name"),
+            (["--point", "3,3", "--csv", "x", "--masks", "x"], "--csv is x, but --masks is written there"),
             (["--poin", "3,3"], "unknown flag --poin; did you mean --point?"),
             (["--point", "3,3", "--decoder", "nvdec"], "decoder nvdec needs an NVIDIA GPU"),
         ],

@@ -184,9 +184,13 @@ class TestPictures:
                 assert ids[row, column] == (best if masks[best][row, column] > 0 else 0)
         assert (ids == 0).any()
         assert torch.equal(merge_masks({}, (5, 7)), torch.zeros(5, 7, dtype=torch.uint8))
-        for wrong in (0, 255, -1):
-            with pytest.raises(ValueError, match=f"must be from 1 to 254, got {wrong}"):
-                merge_masks({wrong: torch.zeros(2, 2)}, (2, 2))
+        for wrong in (0, 255, -1, "dog"):
+            with pytest.raises(ValueError, match=f"must be from 1 to 254, got {wrong!r}"):
+                merge_masks({wrong: torch.zeros(2, 2)}, (2, 2))  # type: ignore[dict-item]
+
+    def test_what_is_not_a_number_is_background(self) -> None:
+        """Failure class 41: not the whole frame."""
+        assert not merge_masks({1: torch.full((2, 2), torch.nan)}, (2, 2)).any()
 
     def test_objects_are_tinted_and_outlined_and_nothing_else(self) -> None:
         pixels = torch.randint(0, 256, (3, 20, 30), dtype=torch.uint8)

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -116,6 +116,8 @@ def track(
         FrameSizeError: where the stream's frames change their size.
     """
     check_prompts(prompts, stream.size)
+    if max_frames is not None and max_frames < 1:
+        raise ValueError(f"max_frames is {max_frames}; give 1 or more, or None for all")
     if late := [frame for frame in prompts if max_frames is not None and frame >= max_frames]:
         raise ValueError(f"there are prompts at frame {late[0]}, but max_frames is {max_frames}; frames count from 0")
     known = [count for count in (stream.num_frames, max_frames) if count is not None]
@@ -159,13 +161,16 @@ def track(
 def run_track(parsed: Any) -> int:
     """`vision-rope track`; returns the exit status: 130 after Ctrl-C."""
     prompts = read_prompts(parsed.prompts or [])
-    if parsed.max_frames is not None and parsed.max_frames < 1:
-        raise ValueError(f"--max-frames is {parsed.max_frames}, but there is at least one")
+    for flag, value in (("max-frames", parsed.max_frames), ("size", parsed.size)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{flag} is {value}, but it must be 1 or more")
     device = choose_device(parsed.device)
     with open_stream(parsed.video, decoder=parsed.decoder, fps=parsed.fps, resize=parsed.resize) as stream:
         # Before the weights are read, which takes long.
         check_prompts(prompts, stream.size)
         outputs = _choose_outputs(parsed, stream.name)
+        files = [file for flag, file in parsed.prompts if flag == "mask"]
+        _refuse_inputs(outputs, [parsed.video, parsed.weights, *files])
         outcome = track(
             stream,
             _load(parsed, prompts, device),
@@ -216,6 +221,19 @@ def _choose_outputs(parsed: Any, name: str) -> dict[str, Path | None]:
         key: None if given[key] == "none" else Path(given[key]) if given[key] is not None else folder / place
         for key, place in places.items()
     }
+
+
+def _refuse_inputs(outputs: Mapping[str, Path | None], inputs: Iterable[str]) -> None:
+    """Refuse to write over what is read, and two outputs of one name."""
+    read = [Path(name).expanduser() for name in inputs]
+    taken = {path.resolve(): f"{path} is read" for path in read if path.exists()}
+    for key, output in outputs.items():
+        if output is None:
+            continue
+        flag, place = f"--{'csv' if key == 'table' else key}", output.resolve()
+        if place in taken:
+            raise ValueError(f"{flag} is {output}, but {taken[place]}; give another name")
+        taken[place] = f"{flag} is written there"
 
 
 def _figures(objects: Any) -> dict[int, tuple[float | None, float | None]]:

@@ -53,13 +53,14 @@ def merge_masks(masks: Mapping[int, Tensor], size: tuple[int, int]) -> Tensor:
     Raises:
         ValueError: for ids that such a picture cannot hold.
     """
-    if wrong := [object_id for object_id in masks if not 0 < object_id < VOID]:
-        raise ValueError(f"object ids must be from 1 to {VOID - 1}, got {wrong[0]}")
+    if wrong := [key for key in masks if not isinstance(key, int) or not 0 < key < VOID]:
+        raise ValueError(f"object ids must be from 1 to {VOID - 1}, got {wrong[0]!r}")
     if not masks:
         return torch.zeros(size, dtype=torch.uint8)
     logits, places = torch.stack(list(masks.values())).max(0)
     ids = torch.tensor(list(masks), dtype=torch.uint8, device=logits.device)[places]
-    return ids.masked_fill(logits <= 0, 0)
+    # What is not a number is nobody's.
+    return ids.masked_fill(~(logits > 0), 0)
 
 
 def overlay(pixels: Tensor, ids: Tensor, *, opacity: float = 0.5) -> Tensor:

@@ -30,8 +30,9 @@ MAX_UNITS = 60_000
 class VideoWriter:
     """A video file that grows frame by frame; audio is not copied.
 
-    It has its name when it is whole: until `close` the frames are in NAME.partial.SUFFIX beside it, where a kill leaves
-    them. Leaving the context closes it, after an error or Ctrl-C too, so that what was written can be watched.
+    It has its name when it is whole: until `close` the frames are in NAME.partial.SUFFIX beside it, of which a kill
+    leaves what players can show in .mkv and .webm alone. Leaving the context closes it, after an error or Ctrl-C too,
+    so that what was written can be watched.
 
     Args:
         path: ends in .mp4, .mov, .mkv or .webm; its folder is made where there is none.
