@@ -63,6 +63,16 @@ def test_results_are_those_that_were_written():
         assert f"| {row['size']} | {row['method']} | {' | '.join(figures)} |" in README
 
 
+def test_figures_of_trackers_are_those_that_were_written():
+    with (ROOT / "docs" / "results" / "track" / "sequences.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["method"] in ("", "none")]
+    for tracker in {(row["tracker"], row["size"]) for row in rows}:
+        own = [row for row in rows if (row["tracker"], row["size"]) == tracker]
+        assert len(own) == 5
+        figures = [f"{sum(float(row[key]) for row in own) / 5:.3f}" for key in ("j_mean", "f_mean")]
+        assert f"| {' | '.join(figures)} |" in README
+
+
 RESULTS = ROOT / "docs" / "results"
 # With those on other data than the study's, in a folder below it.
 STUDIES = sorted(path.parent for path in RESULTS.rglob("study.csv"))
