@@ -213,6 +213,7 @@ def test_first_weights_of_a_run_of_another_size(tmp_path: Path, position: str) -
     ("words", "message"),
     [
         (["--data.source", "frames:x"], r"has no masks of objects, .*; choose davis:, pseudo:"),
+        (["--data.source", "folder:x"], r"has no masks of objects, .*; choose davis:, pseudo:"),
         (["--task", "classification", "--video.tubelet", "1"], "but it gives clips with the masks of objects"),
         (["--video.num_frames", "none"], "it gives clips, which need video.num_frames"),
         (["--video.num_frames", "1"], "video.num_frames is 1, but it must be at least 2 with task segmentation"),

@@ -514,10 +514,12 @@ def test_states_in_files(segmenter: VideoSegmenter, tmp_path: Path) -> None:
     assert (tmp_path / "state.pt").stat().st_size < 3 * state.num_bytes() + 2_000_000
     (tmp_path / "cut.pt").write_bytes((tmp_path / "state.pt").read_bytes()[:1000])
     torch.save({"format": "other"}, tmp_path / "other.pt")
+    (tmp_path / "words.pt").write_text("# Words")
     torch.save({"format": FORMAT, "state": ()}, tmp_path / "no state.pt")
-    for name in ("cut.pt", "other.pt", "no state.pt"):
-        with pytest.raises(ValueError, match="no state of a segmenter"):
+    for name in ("cut.pt", "other.pt", "no state.pt", "words.pt"):
+        with pytest.raises(ValueError, match="no state of a segmenter") as refusal:
             load_state(tmp_path / name)
+        assert "weights_only" not in str(refusal.value)
     with pytest.raises(FileNotFoundError, match="is no file"):
         load_state(tmp_path / "missing.pt")
 

@@ -148,6 +148,8 @@ class TestPrompts:
             read_prompts([("object", "4"), ("mask", two)])
         with pytest.raises(ValueError, match="holds no object"):
             read_prompts([("mask", str(tmp_path / "none.png"))])
+        with pytest.raises(FileNotFoundError, match=r"--mask is 'first\.png', but there is no such file"):
+            read_prompts([("mask", "first.png")])
         with pytest.raises(ValueError, match=r"mask of object 2 has 6x8 pixels and the frame 5x8"):
             check_prompts({0: prompts}, (5, 8))
         check_prompts({0: prompts}, (6, 8))
@@ -178,6 +180,11 @@ class TestPrompts:
             check_prompts(read_prompts([("object", "1"), ("box", "1,1,2,2"), ("box", "1,1,3,3")]), (9, 9))
         with pytest.raises(ValueError, match="outside the frame of 9x20 pixels"):
             check_prompts(read_prompts([("point", "3,9")]), (9, 20))
+        # The order that is easily mistaken.
+        with pytest.raises(ValueError, match="--at 48 is for the prompts that follow, but there are none; put it befo"):
+            read_prompts([("point", "3,9"), ("at", "48")])
+        with pytest.raises(ValueError, match="--object 2 is for the prompts that follow"):
+            read_prompts([("point", "3,9"), ("object", "2")])
 
 
 class TestOutputs:

@@ -165,7 +165,8 @@ def _video_rules(config: TrainConfig) -> list[tuple[str, bool, str]]:
         ),
         (
             "data.source",
-            gives_clips,
+            # Following objects has a rule of its own.
+            gives_clips or config.task == "segmentation",
             f"gives images, and video.num_frames = {video.num_frames} needs clips; choose {clip_sources} or leave "
             f"video.num_frames out{suggest_clips(config.data.source)}",
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -35,7 +36,7 @@ def read_prompts(flags: Sequence[tuple[str, str]]) -> Prompts:
     `mask` FILE, `box` X0,Y0,X1,Y1 and `point` X,Y[,X,Y...] begin an object each, whose id is the next free one; those
     of a mask file are its own where they are free. `not-point` X,Y[,X,Y...] belongs to the object before it. After
     `object` N, everything belongs to object N up to the next `object`. `at` FRAME says which frame the prompts that
-    follow are in; the first one, 0, before any.
+    follow are in, of which there must be one; the first one, 0, before any.
 
     Raises:
         ValueError: for a value that cannot be, naming its flag, and where there are no prompts.
@@ -46,6 +47,9 @@ def read_prompts(flags: Sequence[tuple[str, str]]) -> Prompts:
         reader.read[flag](value)
     if not reader.said:
         raise ValueError("nothing says where the objects are; give --point X,Y, --box X0,Y0,X1,Y1 or --mask FILE")
+    flag, value = flags[-1]
+    if flag in ("at", "object"):
+        raise ValueError(f"--{flag} {value} is for the prompts that follow, but there are none; put it before its own")
     frames = sorted({frame for frame, _ in reader.said})
     return {
         frame: {key: said.prompts for (place, key), said in reader.said.items() if place == frame} for frame in frames
@@ -86,6 +90,8 @@ class _Reader:
         self.frame = _whole_number("--at", value, 0)
 
     def read_mask(self, value: str) -> None:
+        if not Path(value).is_file():
+            raise FileNotFoundError(f"--mask is {value!r}, but there is no such file")
         ids = read_ids(value)
         present = [key for key in ids.unique().tolist() if key]
         if not present:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,11 @@ def load_state(path: str | Path, device: str | torch.device = "cpu") -> Segmente
         if not isinstance(state, SegmenterState):
             raise ValueError(f"it holds a {type(state).__name__}")
         return state
+    except pickle.UnpicklingError as error:
+        # torch's own words advise to load it all the same.
+        raise ValueError(
+            f"{path} is no state of a segmenter, which save_state writes: it is damaged, or holds objects"
+        ) from error
     except Exception as error:  # what a damaged file raises depends on the byte
         raise ValueError(f"{path} is no state of a segmenter, which save_state writes: {error}") from error
 
