@@ -36,7 +36,7 @@ def add_track(commands: Any) -> None:
         help="follow objects through a video from a point, a box or a mask",
         description="Follow objects through a video, of any length, from points, boxes or masks; write a video with "
         "the objects in colour, their masks as PNGs in the DAVIS layout and objects.csv (frame, object, area, box, "
-        "score, quality).",
+        "score: the probability that the object is there, quality: the predicted IoU).",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

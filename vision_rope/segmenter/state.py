@@ -43,7 +43,7 @@ class SegmenterState:
     """What is known of a video up to a frame. To undo a step is to go on from the state before it.
 
     Attributes:
-        number: of the last frame; -1 before the first.
+        number: of the last frame; -1 before the first. After `reverse` it has the other sign.
         objects: what is tracked, by the ids that the user gave.
         framing: of the frames; none before the first.
         features: of the last frame.
