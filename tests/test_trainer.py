@@ -23,6 +23,7 @@ from vision_rope.config import TrainConfig, load_config, load_yaml
 from vision_rope.losses import create_loss
 from vision_rope.optimization import create_optimizer, create_schedule
 from vision_rope.preparation import build_start, check_sweep
+from vision_rope.sizes import pixel_size
 from vision_rope.trainer import Trainer, TrainingDiverged, main, train
 
 TRAIN_PY = Path(__file__).resolve().parent.parent / "train.py"
@@ -500,8 +501,11 @@ def test_every_configuration_builds_its_model_optimizer_and_schedule(path):
     optimizer = create_optimizer(model, config.optimizer)
     create_schedule(optimizer, config.schedule, lr=config.optimizer.lr, updates_per_epoch=7)
     create_loss(config.loss.name, config.loss.label_smoothing, 10)
-    size = config.data.size
-    assert getattr(model, "encoder", model).train_grid[-2:] == (size // model.patch_embed.patch_size[0],) * 2
+    height, width = pixel_size(config.data.size)
+    if config.task == "segmentation":
+        model = model.backbone.trunk
+    patch = model.patch_embed.patch_size[0]
+    assert getattr(model, "encoder", model).train_grid[-2:] == (height // patch, width // patch)
 
 
 def test_a_class_missing_from_validation_leaves_the_best_weights_to_top1(pictures, tmp_path):
