@@ -114,6 +114,19 @@ def test_an_old_state_is_undo(segmenter: VideoSegmenter) -> None:
         assert torch.equal(x, y)
 
 
+def test_states_cannot_be_changed(segmenter: VideoSegmenter) -> None:
+    import pickle
+
+    state, _ = follow(segmenter, frames(2), {0: {1: PROMPTS["click"]}})
+    with pytest.raises(TypeError, match="support item deletion"):
+        del state.objects[1]  # type: ignore[attr-defined]
+    for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert list(other.objects) == [1]
+        _, one = segmenter.step(state, frames(3)[2])
+        _, two = segmenter.step(other, frames(3)[2])
+        assert_same([one], [two])
+
+
 def test_objects_come_and_go_without_touching_others(segmenter: VideoSegmenter) -> None:
     """Failure class 38: added later, removed, corrected: the others' masks stay."""
     video = frames(6)

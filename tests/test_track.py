@@ -407,6 +407,7 @@ class TestEnds:
 
 
 @pytest.mark.integration
+@pytest.mark.filterwarnings("ignore:object . has no pixel")  # random weights
 def test_a_real_segmenter_gives_the_masks_of_its_steps(tmp_path: Path) -> None:
     """Random weights; what is written equals stepping by hand, and the objects do not feel each other."""
     torch.manual_seed(1)
@@ -463,3 +464,14 @@ def test_patches_follow_masks_without_weights(tmp_path: Path, capsys: pytest.Cap
     ):
         assert cli.main([*words.replace("/masks", "/other").split(), *more.split()]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_an_object_without_a_pixel_where_it_was_prompted_is_told() -> None:
+    torch.manual_seed(0)
+    segmenter = vr.create_segmenter("resnet18", dim=32, memory_dim=16, depth=1, mlp_dim=32, decoder_heads=4).eval()
+    with torch.no_grad():
+        segmenter.mask_decoder.pred_obj_score_head.layers[-1].bias.fill_(-50.0)
+    with open_stream([np.zeros((32, 32, 3), np.uint8)]) as stream:
+        found = track_frames(stream, segmenter, read_prompts([("point", "9,9")]))
+        with pytest.warns(UserWarning, match="object 1 has no pixel in frame 0, where it was prompted"):
+            next(found)

@@ -85,6 +85,13 @@ def track_frames(
             state, masks = segmenter.correct(state, later)  # type: ignore[union-attr]
         ids = merge_masks(masks, stream.size).cpu()
         rows = describe_objects(number, ids, _figures(state.objects))
+        for row in rows:
+            if row.object in given and row.area == 0:
+                warnings.warn(
+                    f"object {row.object} has no pixel in frame {number}, where it was prompted: what shows it may be "
+                    "wrong, or the weights may be too weak",
+                    stacklevel=1,
+                )
         yield TrackedFrame(number, pixels, seconds, ids, rows)
 
 

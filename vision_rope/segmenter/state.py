@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 
@@ -55,6 +57,14 @@ class SegmenterState:
     framing: Framing | None = None
     features: Pyramid | None = field(default=None, repr=False)
     num_frames: int | None = None
+
+    def __post_init__(self) -> None:
+        # A copy that cannot be changed: an old state stays as good as it was.
+        object.__setattr__(self, "objects", MappingProxyType(dict(self.objects)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = (getattr(self, one.name) for one in fields(self))
+        return SegmenterState, tuple(dict(x) if isinstance(x, MappingProxyType) else x for x in values)
 
     def remove(self, object_id: int) -> SegmenterState:
         """A state without an object; the others stay as they are.

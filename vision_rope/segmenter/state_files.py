@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value):
         kept = {field.name: getattr(value, field.name) for field in fields(value) if field.name != "keys"}
         return {"kind": type(value).__name__, **{name: _plain(part) for name, part in kept.items()}}
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {"kind": "dict", "items": [(key, _plain(part)) for key, part in value.items()]}
     if isinstance(value, list | tuple):
         return tuple(_plain(part) for part in value)
