@@ -36,7 +36,7 @@ def is_folded(request, monkeypatch) -> Iterator[bool]:
         calls.append(1)
         return average_memory(*args)
 
-    monkeypatch.setattr("vision_rope.memory.attention.average_memory", count)
+    monkeypatch.setattr("vision_rope.memory.rope_attention.average_memory", count)
     with torch.set_grad_enabled(not request.param):
         yield request.param
     assert bool(calls) == request.param

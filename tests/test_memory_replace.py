@@ -274,6 +274,16 @@ def test_other_models_are_refused():
 # --- Ultralytics ------------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def sharpen(model: Any) -> None:
+    """Make a SAM 2 with random weights one whose attention is not flat and whose object is always there."""
+    model.sam_mask_decoder.pred_obj_score_head.layers[-1].bias.fill_(10.0)
+    for layer in model.memory_attention.layers:
+        for attention in (layer.self_attn, layer.cross_attn_image):
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+                projection.weight.mul_(3.0)
+
+
 @pytest.fixture(scope="module")
 def sam2() -> nn.Module:
     """An untouched SAM 2.1 tiny with random weights whose attention is not flat and whose object is always there."""
@@ -281,12 +291,7 @@ def sam2() -> nn.Module:
     torch.manual_seed(0)
     model = build_sam2("sam2.1_t").eval()
     model.set_binarize(True)  # as its video predictor does with a model that it builds
-    with torch.no_grad():
-        model.sam_mask_decoder.pred_obj_score_head.layers[-1].bias.fill_(10.0)
-        for layer in model.memory_attention.layers:
-            for attention in (layer.self_attn, layer.cross_attn_image):
-                for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-                    projection.weight.mul_(3.0)
+    sharpen(model)
     return model
 
 

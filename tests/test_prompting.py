@@ -19,7 +19,7 @@ from vision_rope.prompting import (
     jitter_boxes,
     square_distances,
 )
-from vision_rope.segmenter import prompt_encoder
+from vision_rope.segmenter.prompt_encoder import BOTTOM_RIGHT, INSIDE, NO_POINT, OUTSIDE, TOP_LEFT
 
 
 def ragged_masks(count: int = 4, height: int = 17, width: int = 23) -> Tensor:
@@ -35,12 +35,8 @@ def make_generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_labels_are_those_of_the_segmenter():
-    from vision_rope import prompting
-
-    for name in ("OUTSIDE", "INSIDE", "TOP_LEFT", "BOTTOM_RIGHT"):
-        assert getattr(prompting, name) == getattr(prompt_encoder, name)
-    assert prompting.NONE == prompt_encoder.NO_POINT
+def test_labels_are_those_of_sams_weights():
+    assert (NO_POINT, OUTSIDE, INSIDE, TOP_LEFT, BOTTOM_RIGHT) == (-1, 0, 1, 2, 3)
 
 
 def test_kinds_come_with_their_shares_and_follow_from_the_seed():

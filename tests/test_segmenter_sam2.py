@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import vision_rope as vr
+from tests.test_memory_replace import sharpen
 from vision_rope.segmenter import load_sam2
 from vision_rope.video.sam2 import build_sam2, ultralytics_module
 
@@ -24,12 +25,7 @@ def random_weights(size: str, version: str = "2.1") -> dict[str, Tensor]:
     pytest.importorskip("ultralytics")
     torch.manual_seed(0)
     model = build_sam2(f"sam2_{size}")
-    with torch.no_grad():
-        model.sam_mask_decoder.pred_obj_score_head.layers[-1].bias.fill_(10.0)
-        for layer in model.memory_attention.layers:
-            for attention in (layer.self_attn, layer.cross_attn_image):
-                for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-                    projection.weight.mul_(3.0)
+    sharpen(model)
     state = model.state_dict()
     if version == "2.1":
         state["no_obj_embed_spatial"] = 0.1 * torch.randn(1, 64)

@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from vision_rope.segmenter.prompt_encoder import BOTTOM_RIGHT, INSIDE, NO_POINT, OUTSIDE, TOP_LEFT
+
 Kind = Literal["mask", "box", "point"]
 
-# As the segmenter numbers the labels of points.
-NONE, OUTSIDE, INSIDE, TOP_LEFT, BOTTOM_RIGHT = range(-1, 4)
 # Corners of drawn boxes lie off the true ones by up to this share of the side, and by no more than so many pixels.
 JITTER, MOST_JITTER = 0.1, 20.0
 
@@ -49,7 +49,7 @@ def draw_prompts(masks: Tensor, kind: Kind, seed: int) -> Prompts:
         return Prompts(*draw_points(masks, 1, generator))
     corners = jitter_boxes(find_boxes(masks), masks.shape[-2:], generator).unflatten(1, (2, 2))
     labels = torch.tensor([TOP_LEFT, BOTTOM_RIGHT], device=masks.device).expand(len(masks), 2)
-    return Prompts(corners, torch.where(_is_there(masks), labels, NONE))
+    return Prompts(corners, torch.where(_is_there(masks), labels, NO_POINT))
 
 
 def draw_points(masks: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ def draw_points(masks: Tensor, count: int, generator: torch.Generator) -> tuple[
     # Of the pixels of a mask in their order the one with this number, from 1 on, is the first that has passed as many.
     numbers = (drawn * passed[:, -1:]).long().clamp(max=passed[:, -1:] - 1) + 1
     places = torch.searchsorted(passed, numbers).clamp(max=passed.shape[1] - 1)
-    return _to_points(places, masks.shape[-1]), torch.where(_is_there(masks), INSIDE, NONE).expand(-1, count)
+    return _to_points(places, masks.shape[-1]), torch.where(_is_there(masks), INSIDE, NO_POINT).expand(-1, count)
 
 
 def find_boxes(masks: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def correct(truth: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:
     is_missing = depths[:, 1] > depths[:, 0]
     place = torch.where(is_missing, places[:, 1], places[:, 0])[:, None]
     label = torch.where(is_missing, INSIDE, OUTSIDE)
-    return _to_points(place, truth.shape[-1]), torch.where(depths.amax(1) > 0, label, NONE)[:, None]
+    return _to_points(place, truth.shape[-1]), torch.where(depths.amax(1) > 0, label, NO_POINT)[:, None]
 
 
 def square_distances(regions: Tensor) -> Tensor:

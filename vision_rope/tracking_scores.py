@@ -10,10 +10,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from vision_rope.data.davis import VideoSequence, write_ids
-from vision_rope.segmenter.framing import FrameSizeError, choose_cells
+from vision_rope.segmenter.framing import FrameSizeError, choose_cells, resize
 from vision_rope.segmenter.prompts import MaskPrompt
 from vision_rope.tracking_output import merge_masks
 from vision_rope.vos_metrics import ObjectScores, check_ids, choose_judged
@@ -86,10 +85,10 @@ class ResizedTracker:
             key: MaskPrompt(choose_cells(self._resize(given.mask.float()))) for key, given in (prompts or {}).items()
         }
         state, masks = self.tracker.step(state, self._resize(frame.float() / 255).clamp(0, 1), shown or None)
-        return state, {key: _resize(mask, (frame.shape[-2], frame.shape[-1])) for key, mask in masks.items()}
+        return state, {key: resize(mask, (frame.shape[-2], frame.shape[-1])) for key, mask in masks.items()}
 
     def _resize(self, image: Tensor) -> Tensor:
-        return _resize(image, self.size)
+        return resize(image, self.size)
 
 
 def follow(tracker: Tracker, sequence: VideoSequence, device: torch.device | str = "cpu") -> Iterator[Followed]:
@@ -171,9 +170,3 @@ def _show_objects(sequence: VideoSequence, index: int, object_ids: list[int]) ->
     ids = sequence.read_ids(index)
     assert ids is not None, "an object appears where there are ids"
     return {key: MaskPrompt(ids == key) for key in object_ids}
-
-
-def _resize(image: Tensor, size: tuple[int, int]) -> Tensor:
-    planes = image[None] if image.ndim == 3 else image[None, None]
-    resized = functional.interpolate(planes, size=size, mode="bilinear", align_corners=False, antialias=True)
-    return resized[0] if image.ndim == 3 else resized[0, 0]

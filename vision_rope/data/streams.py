@@ -10,13 +10,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
 from vision_rope.data.decode_video import BrokenVideoError
 from vision_rope.data.frame_sources import FrameSource, Shown, exact_rate, open_source, refuse_decoder, take_frames
 from vision_rope.data.read_ahead import read_ahead
 from vision_rope.data.video_sources import NOMINAL_FPS
-from vision_rope.segmenter.framing import FrameSizeError
+from vision_rope.segmenter.framing import FrameSizeError, resize
 
 Decoder = Literal["pyav", "torchcodec", "nvdec"]
 
@@ -172,5 +171,4 @@ def _size(pixels: Tensor) -> tuple[int, int]:
 
 
 def _resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:
-    resized = interpolate(pixels[None].float(), size, mode="bilinear", antialias=True, align_corners=False)
-    return resized[0].round().clamp(0, 255).to(torch.uint8)
+    return resize(pixels.float(), size).round().clamp(0, 255).to(torch.uint8)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from vision_rope.memory.attention import Grid
 from vision_rope.memory.encoder import MASK_STRIDE, ChannelNorm
+from vision_rope.segmenter.framing import resize
 
 # Strides of the stages of a hierarchical model, the finest first: the third one is the memory's.
 STAGE_STRIDES = (4, 8, 16, 32)
@@ -75,12 +75,9 @@ class VitBackbone(nn.Module):
     def forward(self, frames: Tensor) -> Pyramid:
         """Shapes: frames (batch, 3, height, width), normalised; both a multiple of `stride`"""
         tokens = self.trunk.forward_intermediates(frames, indices=1, norm=True, intermediates_only=True)[-1]
-        size = [MASK_STRIDE * cells for cells in tokens.shape[-2:]]
-        if frames.shape[-2:] != torch.Size(size):
-            resized = functional.interpolate(
-                frames.float(), size=size, mode="bilinear", align_corners=False, antialias=True
-            )
-            frames = resized.to(frames.dtype)
+        rows, columns = tokens.shape[-2:]
+        # In single precision: CPUs have no other kernel for it.
+        frames = resize(frames.float(), (MASK_STRIDE * rows, MASK_STRIDE * columns)).to(frames.dtype)
         return Pyramid(self.coarse(tokens), self.middle(tokens), self.fine(tokens) + self.details(frames))
 
 

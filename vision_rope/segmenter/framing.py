@@ -70,7 +70,7 @@ class Framing:
         Shapes: (..., channels, height, width) -> (..., channels, *padded)
         """
         height, width = self.padded
-        return functional.pad(_resize(frame, self.resized), (0, width - self.resized[1], 0, height - self.resized[0]))
+        return functional.pad(resize(frame, self.resized), (0, width - self.resized[1], 0, height - self.resized[0]))
 
     def lay_points(self, points: Tensor) -> Tensor:
         """Points (x, y) in pixels of the frame as shares of the padded one, from the edge of the first pixel on."""
@@ -87,7 +87,7 @@ class Framing:
         """
         laid = self.lay(mask[:, None].float())
         size = (MASK_STRIDE * grid[0], MASK_STRIDE * grid[1])
-        return choose_cells(_resize(laid, size)).float()
+        return choose_cells(resize(laid, size)).float()
 
     def lift(self, mask_logits: Tensor) -> Tensor:
         """Logits of a grid as those of the frame's pixels.
@@ -95,7 +95,7 @@ class Framing:
         Shapes: (objects, 1, h, w) -> (objects, height, width)
         """
         x = functional.interpolate(mask_logits, size=self.padded, mode="bilinear", align_corners=False)
-        return _resize(x[..., : self.resized[0], : self.resized[1]], self.frame)[:, 0]
+        return resize(x[..., : self.resized[0], : self.resized[1]], self.frame)[:, 0]
 
 
 def choose_cells(shares: Tensor) -> Tensor:
@@ -152,9 +152,13 @@ def read_frame(frame: Any, device: torch.device) -> Tensor:
     return x.to(device, torch.float32, non_blocking=True)
 
 
-def _resize(x: Tensor, size: Size) -> Tensor:
+def resize(x: Tensor, size: Size) -> Tensor:
+    """Pictures of another size, bilinear and antialiased; those that have it stay as they are.
+
+    Shapes: floating point (height, width), with channels and a batch in front or not -> the same, of the size
+    """
     if x.shape[-2:] == torch.Size(size):
         return x
-    batch = x if x.ndim == 4 else x[None]
+    batch = x[(None,) * (4 - x.ndim)]
     out = functional.interpolate(batch, size=size, mode="bilinear", align_corners=False, antialias=True)
-    return out if x.ndim == 4 else out[0]
+    return out.view(*x.shape[:-2], *size)
